@@ -219,7 +219,7 @@ def cases():
     import jax
     import jax.numpy as jnp
 
-    from ..ops.attention import KVPages, QueryRows, pairs
+    from ..ops.attention import KVPages, QueryRows, uses_paired_pages
     from ..ops.attention.backend import AttentionParams
 
     T = 4
@@ -235,7 +235,7 @@ def cases():
     def trace(latent=False, sinks=False, **options):
         params = AttentionParams(1.0, value_dim=H // 2 if latent else None, **options)
         heads = 1 if latent else K
-        if pairs(jnp.bfloat16) and not latent:
+        if uses_paired_pages(jnp.bfloat16) and not latent:
             pages = KVPages(kv_PSYH=array((P, S, 2 * heads, H)))
         else:
             pages = KVPages(array((P, S, heads, H)), None if latent else array((P, S, heads, H)))

@@ -29,7 +29,7 @@ from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
 from ..ops.cache_folder import home
-from ..ops.linear.cpu import Product
+from ..ops.linear.cpu import PackedWeight
 from ..ops.model_kernels import kernels_for_model
 from ..ops.native.kernel_names import ADAPTER
 from ..sharding.mesh import Mesh
@@ -400,9 +400,9 @@ def load(
 
 def check_rounding(weights: ModelWeights, config: ModelConfig, placement: Placement) -> None:
     """Refuse rows of bytes where no weight would meet them."""
-    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Product))
+    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, PackedWeight))
     if config.activation_dtype == "auto" or any(
-        isinstance(node, Product) and node.in_bytes for node in nodes
+        isinstance(node, PackedWeight) and node.int8_activations for node in nodes
     ):
         return
     if placement.mesh is not None:

@@ -140,7 +140,7 @@ def test_missing_library_of_a_kernel_is_no_reason_to_use_another(monkeypatch):
         MissingLibrary,
         match=r"No module named 'trial_that_is_absent'\. pip install 'quire\[cuda\]'",
     ):
-        self_test.test("trial_that_is_absent", "{}")
+        self_test.run_self_test("trial_that_is_absent", "{}")
     monkeypatch.setenv("QUIRE_MOSAIC", "off")
     with pytest.raises(NotImplementedError, match="QUIRE_MOSAIC is off"):
         self_test.require_pass(kernel, {})

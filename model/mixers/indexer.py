@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...ops.attention.picking import Picks
+from ...ops.attention.picking import IndexQueries
 from ...ops.linear import einsum, exact, project
 from ...ops.linear.weight import plain
 from ...ops.norm import LayerNorm
@@ -47,16 +47,18 @@ def indexer_spec(config: ModelConfig, a: LatentAttention) -> IndexerWeights | No
     )
 
 
-def picks_of(indexer: Indexer, w: IndexerWeights | None, x_TD, q_TA, rope) -> tuple[Picks, Any]:
+def picks_of(
+    indexer: Indexer, w: IndexerWeights | None, x_TD, q_TA, rope
+) -> tuple[IndexQueries, Any]:
     """(how tokens select, the key by which later tokens may select each; None if a selection is
     reused).
     """
     if w is None:
-        return Picks(count=indexer.count), None
+        return IndexQueries(count=indexer.count), None
     q_TIH = rotate(einsum("TA,AIH->TIH", q_TA, w.q_up_AIH), rope)
     key_TH = norm_alone(
         project("TD,DH->TH", x_TD, w.key_DH), LayerNorm(w.key_norm_H, w.key_norm_bias_H), EPSILON
     )
     weight_TI = exact("TD,DI->TI", plain(x_TD), w.weigh_DI)
     weight_TI = weight_TI * (indexer.heads * indexer.dim) ** -0.5
-    return Picks(q_TIH, weight_TI, indexer.count), rotate(key_TH[:, None], rope)
+    return IndexQueries(q_TIH, weight_TI, indexer.count), rotate(key_TH[:, None], rope)

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: append the new keys and values, then attend, in one call."""
+"""Attention over a paged KV cache: one call appends the new keys and values, and attends."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from ...sharding import struct
 from ..implementations import choose
 from .backend import AttentionParams
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with the
-# reason.
+# Tried in order: an implementation raises NotImplementedError with the reason if it does not
+# support a call.
 IMPLEMENTATIONS = {
     "native": ".cpu", "mosaic_tpu": ".tpu", "mosaic_gpu": ".hopper", "flashinfer": ".flashinfer",
     "triton": ".triton", "xla": ".xla",
@@ -19,12 +19,13 @@ IMPLEMENTATIONS = {
 
 @struct.dataclass
 class KVPages:
-    """The KV cache of one layer. Without `v_PSKH` the values are the first dimensions of the keys
-    (MLA).
+    """The KV cache of one layer, in one of these layouts.
 
-    Pages of uint16 hold the bits of bfloat16; pages of eight bits have a float32 scale for each
-    head and position, and those of uint8 hold two codes a byte (`four_bits`). `kv_PSYH` replaces
-    all the others: each head's value right after its key.
+    Separate arrays of keys and values; keys alone, if the values are the first dimensions of the
+    keys (MLA); or `kv_PSYH` alone, in which each head's value follows its key.
+
+    uint16 pages hold the bits of bfloat16. int8 and float8 pages have a float32 scale for each head
+    and position, and so have uint8 pages, which hold two four-bit codes a byte (`four_bits`).
     """
 
     k_PSKH: Any = None
@@ -36,23 +37,22 @@ class KVPages:
 
 @struct.dataclass
 class QueryRows:
-    """Which sequence each query row belongs to, and where keys and values lie in the pages of one
-    cache group.
-    """
+    """Maps the rows (tokens) of a step to sequences, and to the pages of one cache group."""
 
     positions_T: Any
-    # sequence b has the rows starts[b] .. starts[b + 1]; padding rows come after the last
+    # sequence b has the rows starts[b] to starts[b + 1]; padding rows come after the last sequence
     starts_B1: Any
     tables_BM: Any  # page numbers of each sequence; page 0 is a dummy
-    # page * S + offset: where each row's key and value are written; for padding page 0
+    # page * S + offset: where each row's key and value are written; in page 0 for padding
     slots_T: Any
-    # a reference to zeros in which a kernel counts; they are zeros again after it
+    # a reference to counters of the GPU kernel; they are zero before and after each call
     arrivals: Any = None
 
 
 def new_arrivals():
-    """`QueryRows.arrivals` for all layers of a step, which a layer alone makes for itself; None
-    without a GPU.
+    """Counters for `QueryRows.arrivals`, which the layers of a step share; None without a GPU.
+
+    If `QueryRows.arrivals` is None, the kernel allocates counters for each layer.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -60,11 +60,11 @@ def new_arrivals():
 
 
 def page_dtype(dtype):
-    """The dtype of page arrays: of int4 uint8, two codes a byte, and on a CPU of bfloat16 its bits
-    in uint16.
+    """The dtype of page arrays for a cache dtype.
 
-    XLA cannot update bfloat16 in place there: it would convert the whole cache to float32 and back
-    in every layer.
+    int4 is stored as uint8, two codes a byte. On CPUs bfloat16 is stored as its bits in uint16:
+    XLA cannot update bfloat16 in place there, and would convert the whole cache to float32 and
+    back in every layer.
     """
     if dtype == jnp.int4:
         return jnp.dtype(jnp.uint8)
@@ -73,8 +73,8 @@ def page_dtype(dtype):
     )
 
 
-def pairs(dtype) -> bool:
-    """Whether keys and values are kept in one array, `kv_PSYH`: the TPU kernel reads them so."""
+def uses_paired_pages(dtype) -> bool:
+    """Whether keys and values are stored in one array, `kv_PSYH`, as the TPU kernel needs them."""
     return dtype == jnp.bfloat16 and jax.default_backend() == "tpu"
 
 
@@ -90,14 +90,16 @@ def paged_attention(
 ):
     """Append the step's keys and values to the pages, and attend.
 
+    All devices of `params.context` pass all rows.
+
     Args:
-        k_TKH: None where the layer reads pages that another layer has already filled.
-        sinks_N: a score of each head without a value.
-        implementation: forces one of IMPLEMENTATIONS.
+        k_TKH: New keys; None if the layer reads pages that another layer has filled.
+        sinks_N: For each head an additional score in the softmax, without a value.
+        implementation: Forces one of IMPLEMENTATIONS.
 
     Returns:
-        (out_TNH, pages). All devices of `params.context` pass all rows, and get the results of all
-        or, with `split_rows`, those of their own part of them.
+        (out_TNH, pages): the results of all rows or, with `params.split_rows`, of this device's
+        part of the rows.
     """
 
     def attend(module):

@@ -1,4 +1,4 @@
-"""A call of paged attention as static values, and the description of one implementation."""
+"""The static parameters of paged attention, and the interface of its implementations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from ...sharding.device_axes import UNSPLIT, Axis
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a layer's attention computes, in every step alike.
+    """A layer's attention parameters, the same in every step.
 
-    A token attends to the last `window` positions or, with `chunked`, to those of them since the
-    last multiple of `window`; and to `lookahead` positions after its own, as far as its sequence
-    has tokens in the step.
+    A token attends to the last `window` positions up to its own; with `chunked`, only to those
+    since the last multiple of `window`. It also attends to the `lookahead` positions after its own
+    for which its sequence has tokens in the step.
     """
 
     scale: float
@@ -21,11 +21,11 @@ class AttentionParams:
     chunked: bool = False
     lookahead: int = 0
     soft_cap: float | None = None
-    # width of the values where they are the first part of the keys (MLA)
-    value_dim: int | None = None
+    value_dim: int | None = (
+        None  # width of the values, if they are the first part of the keys (MLA)
+    )
     context: Axis = UNSPLIT  # devices that each hold some of the positions of every page
-    # each device of `context` gets the results of its own part of the tokens alone
-    split_rows: bool = False
+    split_rows: bool = False  # each device of `context` gets the results of its part of the tokens
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class AttentionShape:
     page_dtype: str
     num_pages: int
     page_size: int  # positions of a page on this device
-    # of the pages: "separate", "paired" (a value right after its key), or "latent" (values within
-    # keys)
+    # layout of the pages: "separate", "paired" (each value follows its key) or "latent" (values are
+    # part of the keys)
     layout: str
     has_scales: bool  # pages hold quantised values
     has_sinks: bool
@@ -82,10 +82,11 @@ class AttentionBackend:
 
     Args:
         attend: `(q_TNH, k_TKH, v_TKH, pages, rows, params, sinks_N=None) -> (out_TNH, pages)`.
-        limits: Why it does not serve these parameters and shapes on this machine; None if it does.
-        chunked: Whether it serves layers with `AttentionParams.chunked`.
-        lookahead: Whether tokens may attend to positions after their own.
-        context_parallel: Whether several devices may hold the positions of a page.
+        limits: Returns why these parameters and shapes are not supported on this machine; None if
+            they are.
+        chunked: Supports `AttentionParams.chunked`.
+        lookahead: Supports `AttentionParams.lookahead`.
+        context_parallel: Supports `AttentionParams.context` with several devices.
     """
 
     attend: Callable[..., Any]
@@ -95,7 +96,7 @@ class AttentionBackend:
     context_parallel: bool = False
 
     def unsupported(self, params: AttentionParams, shape: AttentionShape) -> str | None:
-        """Why it does not serve a call; None if it does."""
+        """Why a call is not supported; None if it is."""
         if params.context.size > 1 and not self.context_parallel:
             return f"positions are spread over {params.context.size} devices"
         if params.chunked and not self.chunked:
@@ -105,7 +106,7 @@ class AttentionBackend:
         return self.limits(params, shape)
 
     def __call__(self, q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
-        """`attend`, or NotImplementedError with the reason."""
+        """Call `attend`; raise NotImplementedError with the reason if the call is unsupported."""
         reason = self.unsupported(params, AttentionShape.of(q_TNH, pages, rows, params, sinks_N))
         if reason is not None:
             raise NotImplementedError(reason)

@@ -1,6 +1,7 @@
-"""Paged attention by the C++ kernel: see attention.h in `ops/native`.
+"""Paged attention by the native C++ kernel, `ops/native/attention.h`.
 
-A row's bits are the same in any batch, in any chunk and on any number of threads.
+Results do not depend on the rest of the batch, on how prompts are cut into chunks, or on the number
+of threads.
 """
 
 import jax
@@ -13,20 +14,23 @@ from . import KVPages, four_bits
 from .backend import AttentionBackend, AttentionParams, AttentionShape
 from .xla import latent_int4
 
-PAGES = {pages for pages, _ in ATTENTION}
+PAGES = {pages for pages, _ in ATTENTION}  # supported dtypes of pages
 
 
 def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
     """See `quire.ops.attention.paged_attention`."""
-    dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
+    dtype = q_TNH.dtype
+    page_dtype = pages.k_PSKH.dtype
     if any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
         raise NotImplementedError(
             f"queries, keys and values must all be bfloat16 or all float32, not {dtype}"
         )
-    if pages.v_PSKH is not None and pages.v_PSKH.dtype != held:
-        raise NotImplementedError(f"pages must be one of {', '.join(sorted(PAGES))}, not {held}")
-    packed = four_bits.packed(pages.k_PSKH)
-    kernel = target(ATTENTION[held.name, dtype.name])
+    if pages.v_PSKH is not None and pages.v_PSKH.dtype != page_dtype:
+        raise NotImplementedError(
+            f"pages must be one of {', '.join(sorted(PAGES))}, not {page_dtype}"
+        )
+    is_int4 = four_bits.is_packed(pages.k_PSKH)
+    kernel = target(ATTENTION[page_dtype.name, dtype.name])
     check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, params.value_dim)
 
     def or_empty(x, dtype):
@@ -35,18 +39,18 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
     arrays = [pages.k_PSKH, pages.v_PSKH, pages.k_scale_PKS, pages.v_scale_PKS]
     operands = [
         q_TNH, or_empty(k_TKH, dtype), or_empty(v_TKH, dtype),
-        *(or_empty(x, held if at < 2 else jnp.float32) for at, x in enumerate(arrays)),
+        *(or_empty(x, page_dtype if i < 2 else jnp.float32) for i, x in enumerate(arrays)),
         rows.positions_T, rows.starts_B1, rows.tables_BM, rows.slots_T,
         or_empty(None if sinks_N is None else sinks_N.astype(jnp.float32), jnp.float32),
     ]  # fmt: skip
-    width = params.value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * (1 + packed)
-    written = [] if k_TKH is None else [at for at, x in enumerate(arrays) if x is not None]
+    width = params.value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * (1 + is_int4)
+    written_arrays = [] if k_TKH is None else [i for i, x in enumerate(arrays) if x is not None]
     results = [jax.ShapeDtypeStruct((*q_TNH.shape[:2], width), dtype)]
-    results += [jax.ShapeDtypeStruct(arrays[at].shape, arrays[at].dtype) for at in written]
+    results += [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in written_arrays]
     call = jax.ffi.ffi_call(
-        kernel, results, input_output_aliases={3 + at: 1 + n for n, at in enumerate(written)}
+        kernel, results, input_output_aliases={3 + i: 1 + n for n, i in enumerate(written_arrays)}
     )
-    out_TNH, *filled = call(
+    out_TNH, *new_pages = call(
         *operands,
         scale=np.float32(params.scale),
         soft_cap=np.float32(params.soft_cap or 0),
@@ -54,13 +58,13 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
         chunked=np.int32(params.chunked),
         ahead=np.int32(params.lookahead),
     )
-    for at, x in zip(written, filled, strict=True):
-        arrays[at] = x
+    for i, x in zip(written_arrays, new_pages, strict=True):
+        arrays[i] = x
     return out_TNH, KVPages(*arrays)
 
 
 def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
-    """What the kernel does not serve, or why there is no kernel."""
+    """Why the kernel does not support a call, or could not be built; None if it serves the call."""
     if shape.layout == "paired":
         return "keys and values must lie in arrays of their own"
     if shape.dtype not in ("bfloat16", "float32"):
@@ -80,21 +84,21 @@ BACKEND = AttentionBackend(attend, limits, chunked=True, lookahead=True)
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant: a row's result does not depend on the other rows."""
 
 
 def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
-    """The kernel does not check shapes, so each array must have the shape that the others imply."""
+    """Raise ValueError unless the shapes of the arrays agree; the kernel does not check them."""
     T, N, H = q_TNH.shape
     P, S, K, _ = pages.k_PSKH.shape
-    each = 1 + four_bits.packed(pages.k_PSKH)  # codes of a byte
+    codes_per_byte = 1 + four_bits.is_packed(pages.k_PSKH)  # codes of a byte
     B = rows.tables_BM.shape[0]
-    V = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * each
+    V = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * codes_per_byte
     if V is None or (pages.v_PSKH is None and not 0 < V <= H):
         raise ValueError(f"attention: value_dim is {value_dim}; without v_PSKH it must be 1 to {H}")
     expected = {
-        "k_PSKH": (pages.k_PSKH, (P, S, K, H // each)),
-        "v_PSKH": (pages.v_PSKH, (P, S, K, V // each)),
+        "k_PSKH": (pages.k_PSKH, (P, S, K, H // codes_per_byte)),
+        "v_PSKH": (pages.v_PSKH, (P, S, K, V // codes_per_byte)),
         "k_scale_PKS": (pages.k_scale_PKS, (P, K, S)),
         "v_scale_PKS": (pages.v_scale_PKS, (P, K, S)),
         "k_TKH": (k_TKH, (T, K, H)),
@@ -113,10 +117,13 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
         raise ValueError(f"attention: {N} query heads do not share {K} key-value heads evenly")
     if (k_TKH is not None and pages.v_PSKH is not None) and v_TKH is None:
         raise ValueError("attention: there are new keys and pages for values, but v_TKH is None")
-    scaled = [pages.k_scale_PKS is not None, pages.v_scale_PKS is not None or pages.v_PSKH is None]
-    if H % each:
+    has_scales = [
+        pages.k_scale_PKS is not None,
+        pages.v_scale_PKS is not None or pages.v_PSKH is None,
+    ]
+    if H % codes_per_byte:
         raise ValueError(f"attention: heads of an odd width, {H}, have no codes of four bits")
-    if pages.k_PSKH.dtype in (jnp.int8, jnp.uint8) and not all(scaled):
+    if pages.k_PSKH.dtype in (jnp.int8, jnp.uint8) and not all(has_scales):
         raise ValueError(
             f"attention: pages of {pages.k_PSKH.dtype} need k_scale_PKS, and v_scale_PKS "
             "beside v_PSKH"

@@ -1,9 +1,8 @@
-"""Paged attention on NVIDIA GPUs by FlashInfer's kernel, for the kinds of it in which it passed a
-trial on this card.
+"""Paged attention on NVIDIA GPUs by FlashInfer's kernel, for kinds that pass their self-test.
 
-It is the kernel for prompts and for decoding alike, of the second FlashAttention, with mma
-instructions that every card since Ampere has. A context is cut where the whole batch has processors
-to spare, so a row's bits depend on its company.
+It is FlashInfer's FlashAttention-2 kernel for batches of prefills and decodes, with mma
+instructions, which all GPUs since Ampere have. Contexts are split (split-KV) if the batch leaves
+processors idle, so results are not batch-invariant.
 """
 
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gpu import device
-from ..gpu.self_test import TriedKernel
+from ..gpu.self_test import SelfTestedKernel
 from . import flashinfer_kernel
 from .accuracy import AttentionCase, Trial, self_tested
 from .backend import AttentionBackend, AttentionParams, AttentionShape
@@ -32,7 +31,7 @@ SOURCES = (
 
 
 def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
-    """Without a self-test."""
+    """See `quire.ops.attention.paged_attention`; this needs no self-test."""
     T, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
@@ -59,12 +58,12 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
         soft_cap=np.float64(params.soft_cap or 0),
         scale=np.float64(params.scale),
     )
-    owned_T = jnp.arange(T) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
-    return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
+    is_owned_T = jnp.arange(T) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
+    return jnp.where(is_owned_T[:, None, None], out_TNH, 0), pages
 
 
 def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
-    """What the kernel does not serve on any GPU."""
+    """Why the kernel does not support a call on any GPU; None if it does."""
     if shape.layout == "paired" or params.value_dim is not None:
         return "keys and values must lie in arrays of their own, and none within the other (MLA)"
     if shape.has_scales:
@@ -88,12 +87,12 @@ def kernel_for(dtype: str, width: int, window, soft_cap, sinks: bool) -> library
 
 
 def ready(kind: dict) -> str | None:
-    """Why the kernel of a kind is not there, once it was built."""
+    """Build the kernel of a kind; why that failed, or None."""
     names = "dtype", "width", "window", "soft_cap", "sinks"
     return library.built(kernel_for(*(kind[name] for name in names)))[1]
 
 
-KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, ready, compiler=None)
+KERNEL = SelfTestedKernel(__spec__.name, WORK, SOURCES, ready, compiler=None)
 BACKEND = AttentionBackend(
     attend,
     self_tested(KERNEL, kernel_limits, lambda: device.no_ampere_reason() or library.missing()),
@@ -101,7 +100,7 @@ BACKEND = AttentionBackend(
 
 
 def cases(kind: dict) -> list[AttentionCase]:
-    """What the process that tries runs."""
+    """The self-test cases of a kind, for `ops/gpu/self_test.py`."""
     return [AttentionCase(trial, attend) for trial in trials(kind)]
 
 
@@ -113,16 +112,14 @@ def varies() -> str:
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Trials of each size of tile, of contexts whole and cut, padding, sequences without rows, and
-    layers of a step.
-    """
+    """Trials of each tile size: whole and split contexts, padding, empty sequences, layers."""
     group = kind["heads"] // kind["kv_heads"]
-    few = max(32 // group, 2)  # rows of a sequence for the tile of 64
+    rows_per_sequence = max(32 // group, 2)  # rows of a sequence for the tile of 64
     return [
         Trial("decoding", 100, 150, 1, 3, **kind),
         Trial("decoding, cut", 3, 8200, 1, 2, **kind),
         Trial("decoding, one long", 1, 33000, **kind),
-        Trial("a few rows", 5, 700, few, 1, **kind),
+        Trial("a few rows", 5, 700, rows_per_sequence, 1, **kind),
         Trial("layers of a step", 5, 1100, 1, 3, layers=6, **kind),
         Trial("a chunk", 3, 500, 200, 5, **kind),
         Trial("a chunk, cut", 1, 4150, 100, **kind),

@@ -1,15 +1,14 @@
-"""Paged attention on NVIDIA GPUs of the Hopper generation, for the kinds of it in which it passed a
-trial on this card.
+"""Paged attention on NVIDIA Hopper GPUs, for kinds that pass their self-test.
 
-The kernel is in `quire.ops.attention.hopper_kernel`. A row's bits are the same in any batch and any
-chunk: blocks and spans lie at fixed positions of its sequence.
+The kernel is in `quire.ops.attention.hopper_kernel`. Results are batch-invariant and do not depend
+on how prompts are cut into chunks: blocks and spans begin at fixed positions of a sequence.
 """
 
 from pathlib import Path
 from typing import Any
 
 from ..gpu import TILE_SOURCE, device
-from ..gpu.self_test import TriedKernel
+from ..gpu.self_test import SelfTestedKernel
 from . import hopper_kernel
 from .accuracy import AttentionCase, Trial, self_tested
 from .backend import AttentionBackend, AttentionParams, AttentionShape
@@ -22,11 +21,11 @@ SOURCES = (
     *Path(hopper_kernel.__file__).parent.glob("*.py"),
     TILE_SOURCE,
 )
-KERNEL = TriedKernel(__spec__.name, "attention", SOURCES)
-WIDTHS = 64, 128, 256
-LATENT = (576, 512), (320, 256)  # widths of keys and values
-PAGES = 16, 32, 64, 128
-TASKS = 400  # of a trial: about three for each processor, so that each runs several in turn
+KERNEL = SelfTestedKernel(__spec__.name, "attention", SOURCES)
+WIDTHS = 64, 128, 256  # of heads
+LATENT = (576, 512), (320, 256)  # widths of keys and values for MLA
+PAGES = 16, 32, 64, 128  # positions of a page
+TASKS = 400  # of a trial: about three for each processor
 
 
 def attend(
@@ -40,13 +39,16 @@ def attend(
     *,
     interpret: Any = None,
 ):
-    """Without a self-test. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    """See `quire.ops.attention.paged_attention`; this needs no self-test.
+
+    With `interpret` it runs in Mosaic GPU's interpreter, on a CPU.
+    """
     reason = device.no_hopper_reason() if interpret is None else None
     if reason := reason or kernel_limits(
         params, AttentionShape.of(q_TNH, pages, rows, params, sinks_N)
     ):
         raise NotImplementedError(reason)
-    from .hopper_kernel import paged  # only now: it imports a compiler
+    from .hopper_kernel import paged  # imported on use, because it imports a compiler
 
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
@@ -67,7 +69,7 @@ def attend(
 
 
 def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
-    """What the kernel does not serve on any GPU."""
+    """Why the kernel does not support a call on any GPU; None if it does."""
     group = shape.heads // shape.kv_heads
     width = shape.head_dim
     dtype = shape.dtype
@@ -82,7 +84,7 @@ def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
         shape.has_scales and shape.page_dtype in ("int8", "float8_e4m3fn")
     ):
         return f"pages must hold {dtype}, int8 or float8_e4m3fn, not {shape.page_dtype}"
-    # a copy brings at least 128 bytes, of scales too
+    # a copy has at least 128 bytes, also of scales
     if shape.has_scales and (latent or shape.page_size < 32):
         return "pages of eight bits must have 32 positions or more, and values beside their keys"
     if not latent and width not in WIDTHS:
@@ -100,27 +102,29 @@ BACKEND = AttentionBackend(attend, self_tested(KERNEL, kernel_limits, device.no_
 
 
 def cases(kind: dict) -> list[AttentionCase]:
-    """What the process that tries runs."""
+    """The self-test cases of a kind, for `ops/gpu/self_test.py`."""
     return [AttentionCase(trial, attend) for trial in trials(kind)]
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant: a row's result does not depend on the other rows."""
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Trials of each way in which the kernel is compiled for a kind, and each path through it:
-    whole contexts of one span and of several, and contexts that are cut, more tasks than
-    processors, padding rows, sequences without rows, layers of a step that fill their pages."""
-    parts = max(kind["kv_heads"], kind["heads"] // 64)  # tasks of a row
-    many = -(-TASKS // parts)
+    """Trials of every compiled variant of the kernel for a kind, and of every path through it.
+
+    They have contexts of one span and of several, contexts that are split over processors, more
+    tasks than processors, padding rows, sequences without rows, and layers that append to pages.
+    """
+    tasks_per_row = max(kind["kv_heads"], kind["heads"] // 64)
+    num_sequences = -(-TASKS // tasks_per_row)
     return [
-        Trial("decoding", many, 150, 1, 3, **kind),
-        Trial("decoding, with room for spans", many, 700, 1, 3, 9000, **kind),
+        Trial("decoding", num_sequences, 150, 1, 3, **kind),
+        Trial("decoding, with room for spans", num_sequences, 700, 1, 3, 9000, **kind),
         Trial("decoding over spans", 3, 8200, **kind),
         Trial("decoding over longer spans", 1, 33000, **kind),
         Trial("layers of a step", 5, 1100, 1, 3, layers=6, **kind),
         Trial("a chunk", 3, 500, 200, 5, **kind),
         Trial("a chunk over spans", 1, 4150, 100, **kind),
-        Trial("chunks over spans", max(many // 4, 1), 1100, 100, **kind),
+        Trial("chunks over spans", max(num_sequences // 4, 1), 1100, 100, **kind),
     ]

@@ -1,9 +1,9 @@
-"""Paged attention on TPUs: the kernel is JAX's own `ragged_paged_attention`, written in Pallas.
+"""Paged attention on TPUs by JAX's Pallas kernel `ragged_paged_attention`.
 
-A row's bits are the same in any batch, but not in any chunk. For every row the kernel runs to the
-end of its sequence's rows in the step, and multiplies and divides once more for each block that the
-row does not see; with a window its blocks begin at the first position that the step's first row
-sees. So chunking can change the last bit.
+Results are batch-invariant, but chunked prefill can change their last bits: for every row the
+kernel visits all blocks up to the last row of the row's sequence in the step, and masked blocks
+cause an additional multiplication and division. With a window its blocks begin at the first visible
+position of the sequence's first row in the step.
 """
 
 import jax
@@ -14,23 +14,23 @@ from .xla import append
 
 BLOCK = 512  # key positions of a block
 ROWS = 32  # query rows of a block
-HEADS = 64  # query heads of width 128 that fit in a core's vector memory with blocks of that size
-TABLES = 512 * 1024  # bytes of page tables: half of a core's scalar memory, where they lie
+HEADS = 64  # query heads of width 128 for which such blocks fit into a core's vector memory
+TABLES = 512 * 1024  # limit for the bytes of the page tables: half of a core's scalar memory
 
 
 def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
     """See `quire.ops.attention.paged_attention`."""
-    # it imports a compiler
+    # imported on use, because it imports a compiler
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     shape = AttentionShape.of(q_TNH, pages, rows, params, sinks_N)
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
-    # Sizes follow from the model and the tables' width alone: a row's sums must not depend on T and
-    # B.
+    # Block sizes depend on the model and the tables' width only, so that sums do not depend on T
+    # and B.
     heads = min(shape.kv_heads, 8) * (shape.heads // shape.kv_heads) * (shape.head_dim // 128)
     queries = ROWS if heads <= HEADS else 1 << (ROWS * HEADS // heads).bit_length() - 1
-    sequences = describe(rows, shape.page_size, params.window, pages_seen(params, shape))
+    sequences = describe(rows, shape.page_size, params.window, max_visible_pages(params, shape))
     out_TNH = ragged_paged_attention(
         q_TNH,
         pages.kv_PSYH,
@@ -47,7 +47,7 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
 
 
 def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
-    """What the kernel does not serve."""
+    """Why the kernel does not support a call; None if it does."""
     K = shape.kv_heads
     G = shape.heads // shape.kv_heads
     H = shape.head_dim
@@ -64,7 +64,7 @@ def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
         return f"there must be 1, 2, 4 or 8 KV heads or eights with an even group, not {K} of {G}"
     if shape.page_size > BLOCK:
         return f"pages must have at most {BLOCK} positions, not {shape.page_size}"
-    if (size := 4 * shape.sequences * pages_seen(params, shape)) > TABLES:
+    if (size := 4 * shape.sequences * max_visible_pages(params, shape)) > TABLES:
         return f"page tables take {size} bytes, and {TABLES} are there: longer pages make fewer"
     return None
 
@@ -76,8 +76,8 @@ def pages_per_block(shape: AttentionShape) -> int:
     return min(shape.table_width, BLOCK // shape.page_size)
 
 
-def pages_seen(params: AttentionParams, shape: AttentionShape) -> int:
-    """Pages of a sequence that the tokens of a step can see, at most."""
+def max_visible_pages(params: AttentionParams, shape: AttentionShape) -> int:
+    """Maximum number of pages of a sequence to which the tokens of a step can attend."""
     M = shape.table_width
     S = shape.page_size
     if params.window is None:
@@ -96,12 +96,19 @@ def has_tpu() -> bool:
     return jax.default_backend() == "tpu"
 
 
-def describe(rows, S: int, window: int | None, seen: int):
-    """(lengths in the cache, page tables, starts, number of sequences) as the kernel expects them.
+def describe(rows, S: int, window: int | None, num_pages: int):
+    """Describe the sequences as the kernel expects them.
 
-    At the end of each sequence it fetches the first block of the next one, which must then wait for
-    it. So a sequence without rows gets a length of 1, and a step without rows one row; their
-    results are dropped. Sequences after the last one with rows are not counted.
+    At the end of each sequence the kernel starts to fetch the first block of the next sequence,
+    which has to wait for it. So a sequence without rows gets a length of 1, and a step without rows
+    gets one row; their results are dropped. Sequences after the last one with rows are not counted.
+
+    Args:
+        S: Positions of a page.
+        num_pages: Width of the new page tables if there is a window.
+
+    Returns:
+        (lengths in the cache, page tables, starts, number of sequences).
     """
     starts_B1 = rows.starts_B1
     T = rows.positions_T.shape[0]
@@ -113,13 +120,13 @@ def describe(rows, S: int, window: int | None, seen: int):
     starts_B1 = starts_B1.at[1:].max(jnp.where(total == 0, 1, 0))
     if window is None:
         return newest_B + 1, rows.tables_BM, starts_B1, count_1
-    # The kernel reads from the table's first page on, whatever the window, and a page that fell out
-    # of the window may belong to another sequence: a NaN in it would pass the mask. So the table
-    # begins with the first page that the step's rows see, and positions are counted from there;
-    # only their differences matter.
+    # The kernel reads from the table's first page on, whatever the window, and a page that has left
+    # the window may belong to another sequence: a NaN in it would pass the mask. So the new table
+    # begins with the first visible page, and positions are counted from there; only their
+    # differences matter.
     oldest_B = jnp.where(has_rows_B, rows.positions_T[jnp.clip(starts_B1[:-1], 0, T - 1)], 0)
     first_B = jnp.maximum(oldest_B - window + 1, 0) // S
-    page_BM = jnp.minimum(first_B[:, None] + jnp.arange(seen), M - 1)
+    page_BM = jnp.minimum(first_B[:, None] + jnp.arange(num_pages), M - 1)
     return (
         newest_B + 1 - first_B * S,
         jnp.take_along_axis(rows.tables_BM, page_BM, axis=1),

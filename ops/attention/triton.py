@@ -1,8 +1,7 @@
-"""Paged attention on NVIDIA GPUs by Triton, for the kinds of it in which it passed a trial on this
-card.
+"""Paged attention on NVIDIA GPUs by Triton kernels, for kinds that pass their self-test.
 
-It needs nothing but JAX, and serves what the kernels before it decline: on cards other than Hopper,
-where FlashInfer is not installed, everything.
+The kernels need no package beside JAX. They serve the calls that the kernels before them do not
+support: on GPUs other than Hopper and without FlashInfer, all calls.
 """
 
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 
 from ..gpu import device
-from ..gpu.self_test import TRITON, TriedKernel
+from ..gpu.self_test import TRITON, SelfTestedKernel
 from ..quant import fp8
 from .accuracy import AttentionCase, Trial, self_tested
 from .backend import AttentionBackend, AttentionParams, AttentionShape
@@ -27,7 +26,7 @@ SOURCES = (
     *(HERE / f"{name}.py" for name in ("triton", "triton_kernel", "accuracy", "xla")),
     Path(fp8.__file__),
 )
-KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, compiler=TRITON)
+KERNEL = SelfTestedKernel(__spec__.name, WORK, SOURCES, compiler=TRITON)
 
 
 def attend(
@@ -41,10 +40,13 @@ def attend(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Without a self-test. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    """See `quire.ops.attention.paged_attention`; this needs no self-test.
+
+    With `interpret` it runs in Pallas' interpreter, on a CPU.
+    """
     if reason := kernel_limits(params, AttentionShape.of(q_TNH, pages, rows, params, sinks_N)):
         raise NotImplementedError(reason)
-    from . import triton_kernel  # only now: it imports a compiler
+    from . import triton_kernel  # imported on use, because it imports a compiler
 
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
@@ -62,7 +64,7 @@ def attend(
 
 
 def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
-    """What the kernel does not serve on any GPU."""
+    """Why the kernel does not support a call on any GPU; None if it does."""
     if shape.layout == "paired" or params.value_dim is not None:
         return "keys and values must lie in arrays of their own, and none within the other (MLA)"
     if shape.dtype not in DTYPES:
@@ -84,13 +86,16 @@ BACKEND = AttentionBackend(attend, self_tested(KERNEL, kernel_limits, device.no_
 
 
 def beyond_offsets(array) -> bool:
-    """Whether Pallas reaches a part of an array by an offset that wraps around: up to 4 GiB they
-    have 32 bits and a sign, which is enough for numbers of two bytes or more."""
+    """Whether Pallas' offsets into an array overflow.
+
+    Arrays of up to 4 GiB are indexed with signed 32-bit element offsets, which do not suffice for
+    elements of one byte.
+    """
     return array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32
 
 
 def cases(kind: dict) -> list[AttentionCase]:
-    """What the process that tries runs."""
+    """The self-test cases of a kind, for `ops/gpu/self_test.py`."""
     return [AttentionCase(trial, attend) for trial in trials(kind)]
 
 
@@ -102,8 +107,7 @@ def varies() -> str:
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Trials of contexts of one span and of several, of rows alone and together, padding, sequences
-    without rows, and layers of a step."""
+    """Trials with one span and several, one row and several, padding, empty sequences, layers."""
     return [
         Trial("decoding", 100, 150, 1, 3, **kind),
         Trial("decoding over spans", 3, 8200, 1, 2, **kind),

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..gpu import TILE_SOURCE, device
-from ..gpu.self_test import TriedKernel, require_pass
+from ..gpu.self_test import SelfTestedKernel, require_pass
 from .shape import LINE, MAX_KEYS, THREADS, VALUES
 
 SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
-KERNEL = TriedKernel(f"{__package__}.accuracy", "the delta rule", SOURCES)
+KERNEL = SelfTestedKernel(f"{__package__}.accuracy", "the delta rule", SOURCES)
 
 
 def delta_rule(

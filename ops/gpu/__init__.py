@@ -1,6 +1,6 @@
-"""What the kernels for GPUs share: tiles, which GPU this is, self-tests, and CUDA graphs."""
+"""Code shared by the GPU kernels: tile operations, device properties, self-tests, CUDA graphs."""
 
 from pathlib import Path
 
-# on which the results of all kernels for Hopper depend
+# a source file on which the results of all Hopper kernels depend, for their self-tests' cache
 TILE_SOURCE = Path(__file__).with_name("tile.py")

@@ -1,10 +1,10 @@
-"""Which GPU this process computes on, and why it cannot run the kernels of a generation."""
+"""Properties of this process's GPU, and reasons why it cannot run kernels of a generation."""
 
 import functools
 
 import jax
 
-AMPERE = 8  # its compute capability
+AMPERE = 8  # major number of its compute capability
 NO_GPU = "there is no NVIDIA GPU"
 
 
@@ -20,7 +20,8 @@ def is_hopper() -> bool:
 
 
 def capability() -> str:
-    return str(jax.local_devices()[0].compute_capability)  # those of other makers have names
+    """The compute capability, such as "9.0"; GPUs of other makers have names instead."""
+    return str(jax.local_devices()[0].compute_capability)
 
 
 def no_hopper_reason() -> str | None:
@@ -36,9 +37,7 @@ def no_hopper_reason() -> str | None:
 
 
 def no_ampere_reason() -> str | None:
-    """Why this process has no GPU for kernels that are compiled for all later generations; None if
-    it has one.
-    """
+    """Why this GPU cannot run kernels for Ampere and later generations; None if it can."""
     if not is_gpu():
         return NO_GPU
     major = capability().partition(".")[0]
@@ -51,4 +50,5 @@ def no_ampere_reason() -> str | None:
 
 
 def num_processors() -> int:
+    """Number of streaming multiprocessors of the GPU."""
     return jax.local_devices()[0].core_count

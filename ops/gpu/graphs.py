@@ -1,7 +1,7 @@
-"""CUDA graphs: what XLA is to record of a step, so that one launch by the host runs all of it.
+"""CUDA graphs: compiler options that make XLA record a whole step as one graph.
 
-`QUIRE_GRAPHS=off` is for steps without graphs. Whoever says in XLA_FLAGS what XLA is to record has
-the last word.
+The host then starts a step by one launch. `QUIRE_GRAPHS=off` disables graphs; if XLA_FLAGS sets
+`xla_gpu_enable_command_buffer`, that setting is kept.
 """
 
 import ctypes
@@ -12,21 +12,22 @@ from functools import cache
 import jax
 
 OPTION = "xla_gpu_enable_command_buffer"
-# XLA's defaults, then what splits a step of experts, or one over several devices, into many graphs.
-RECORDED = (
+# XLA's defaults, and the commands that otherwise split steps with experts, or steps over several
+# devices, into many graphs: conditionals, loops and collectives
+COMMAND_TYPES = (
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
 )
-OLDEST = 12030  # CUDA 12.3: the first drivers whose graphs have branches and loops
+MIN_DRIVER_VERSION = 12030  # CUDA 12.3: the first drivers whose graphs have branches and loops
 log = logging.getLogger("quire")
 
 
 def compile_step(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """A step's program as it is served."""
+    """Compile a step's program with the options of served steps."""
     return lowered.compile(compiler_options())
 
 
 def compiler_options() -> dict[str, str] | None:
-    """What a step is compiled with besides XLA's defaults; None: nothing."""
+    """Options for compiling a step, in addition to XLA's defaults; None if there are none."""
     setting = os.environ.get("QUIRE_GRAPHS", "")
     if setting not in ("", "off"):
         raise ValueError(f"QUIRE_GRAPHS is {setting!r}, and can be off")
@@ -36,10 +37,10 @@ def compiler_options() -> dict[str, str] | None:
         return {OPTION: ""}
     if OPTION in os.environ.get("XLA_FLAGS", ""):
         return None
-    if driver_version() < OLDEST:
+    if driver_version() < MIN_DRIVER_VERSION:
         warn_once(driver_version())
         return None
-    return {OPTION: RECORDED}
+    return {OPTION: COMMAND_TYPES}
 
 
 def on_cuda() -> bool:
@@ -51,25 +52,23 @@ def on_cuda() -> bool:
 
 @cache
 def driver_version() -> int:
-    """The newest CUDA that the driver knows, such as 12030 for 12.3; 0 where there is none to
-    ask.
-    """
-    found = ctypes.c_int(0)
+    """The newest CUDA version that the driver supports, such as 12030 for 12.3; 0 if unknown."""
+    version = ctypes.c_int(0)
     try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return 0
-    return found.value
+    return version.value
 
 
 @cache
 def warn_once(version: int) -> None:
-    said = (
+    support = (
         f"knows CUDA {version // 1000}.{version % 1000 // 10}"
         if version
         else "does not say which CUDA it knows"
     )
     log.warning(
         "the NVIDIA driver %s, and graphs with loops need 12.3: steps with loops wait for the host",
-        said,
+        support,
     )

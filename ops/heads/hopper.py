@@ -11,16 +11,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..attention import KVPages, hopper_kernel
-from ..attention.four_bits import packed
+from ..attention.four_bits import is_packed
 from ..gpu import TILE_SOURCE, device
-from ..gpu.self_test import TriedKernel, require_pass
+from ..gpu.self_test import SelfTestedKernel, require_pass
 from . import Heads
 
 WIDTHS = 64, 128, 256
 MAX_HEADS = 256  # heads of a token, which one copy loads
 COPY_ALIGNMENT = 128  # bytes: copies start at multiples of it in shared memory
 SHARED_SOURCES = (Path(hopper_kernel.__file__).parent / f"{name}.py" for name in ("paged", "task"))
-KERNEL = TriedKernel(
+KERNEL = SelfTestedKernel(
     f"{__package__}.accuracy",
     "heads",
     (*Path(__file__).parent.glob("*.py"), *SHARED_SOURCES, TILE_SOURCE),
@@ -53,7 +53,7 @@ def unsupported_reasons(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
     reasons = []
     if k_pages is None or pages.v_PSKH is None:
         reasons.append("keys and values must lie in arrays of their own")
-    elif packed(k_pages):
+    elif is_packed(k_pages):
         reasons.append("pages are int4, whose codes the kernel does not write")
     elif k_pages.dtype != dtype and not (
         has_scales and k_pages.dtype in (jnp.int8, jnp.float8_e4m3fn)

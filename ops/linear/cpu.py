@@ -1,4 +1,7 @@
-"""Weights as the kernels want them: nodes in place of arrays, made once while a model is loaded."""
+"""Products by the native CPU kernels, and the weight nodes that hold arrays in their layout.
+
+`cpu_layout.py` makes the nodes once, while a model is loaded.
+"""
 
 import math
 from typing import Any
@@ -12,20 +15,27 @@ from ..native import has, kernel_names, target
 from .weight import Weight, check_subscripts
 
 LANES = 16  # outputs of a block
-FUSED = {"silu": 1, "gelu_tanh": 2}  # activations that the kernels know
+FUSED = {"silu": 1, "gelu_tanh": 2}  # the kernels' numbers of the activations that they can fuse
 
 
 @struct.dataclass(kw_only=True)
-class Product(Weight):
-    """What all nodes do, and the sizes of their axes, as `check_subscripts` wants them."""
+class PackedWeight(Weight):
+    """Base class of the nodes: a weight in the layout of a native kernel.
+
+    Args:
+        into: Sizes of the axes that products sum over.
+        out: Sizes of the other axes.
+        inputs: Where the summed axes stand in the unpacked weight.
+        matrix_ids: int32 [1], which matrix of a stack to use, if the arrays are [E, ...].
+        int8_activations: Whether the kernel rounds activations to int8.
+        float_rows: Whether float32 activations keep all their bits.
+    """
 
     into: tuple[int, ...] = struct.field(pytree_node=False)
     out: tuple[int, ...] = struct.field(pytree_node=False)
     inputs: tuple[int, ...] = struct.field(pytree_node=False)
-    which: Any = None  # int32 [1]: the one that is meant of a stack, whose arrays are [E, ...]
-    # whether the kernel rounds the rows to bytes
-    in_bytes: bool = struct.field(pytree_node=False, default=False)
-    # whether float32 rows keep all their bits
+    matrix_ids: Any = None
+    int8_activations: bool = struct.field(pytree_node=False, default=False)
     float_rows: bool = struct.field(pytree_node=False, default=False)
     native = True
     kernel = ""  # the name of the kernel that takes the arrays
@@ -36,7 +46,7 @@ class Product(Weight):
         return call(self, x, bias, dtype or x.dtype).reshape(*lead, *self.out)
 
     def gated(self, subscripts: str, x, activation: str):
-        """In one pass where the outputs are [2, F] and the kernels know the activation."""
+        """See `Weight.gated`; one kernel call for outputs [2, F] and a fusable activation."""
         if activation not in FUSED or len(self.out) != 2 or self.out[-1] % LANES:
             return super().gated(subscripts, x, activation)
         check_subscripts(subscripts, x, self.into, self.out, self.inputs)
@@ -46,13 +56,13 @@ class Product(Weight):
     def rows(self) -> int:
         return math.prod(self.out)
 
-    def meeting(self, x) -> tuple[Any, Any]:
-        """Rows as the kernel takes them, and the scale of each, where they are rounded before."""
+    def prepare_rows(self, x) -> tuple[Any, Any]:
+        """The rows as the kernel takes them, and each row's scale if they are rounded here."""
         return x, None
 
 
 @struct.dataclass
-class Tiled(Product):
+class TiledDense(PackedWeight):
     """A float32 or bfloat16 weight."""
 
     tiles: Any  # [O / 16, K / group, 16, group]
@@ -68,91 +78,93 @@ class Tiled(Product):
 
 
 @struct.dataclass
-class Many(Weight):
+class PackedStack(Weight):
     """A stack of matrices.
 
-    A product names those that it wants, so that none is cut out of the stack before.
+    Products pass the kernel the indices of their matrices, so that no matrix is copied out of the
+    stack.
     """
 
-    each: Any  # a node whose arrays are [E, ...]
+    node: Any  # a node whose arrays are [E, ...]
     native = True
 
-    def pick(self, e) -> Product:
-        return self.each.replace(which=jnp.reshape(e, 1))
+    def pick(self, e) -> PackedWeight:
+        return self.node.replace(matrix_ids=jnp.reshape(e, 1))
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
-        """Each matrix with rows of its own: x is [T, E, K]."""
+        """The product of every matrix with rows of its own: x is [T, E, K]."""
         check_subscripts(
-            subscripts, x, self.each.into, self.each.out, self.each.inputs, stacked=True
+            subscripts, x, self.node.into, self.node.out, self.node.inputs, stacked=True
         )
         T, E = x.shape[:2]
-        every = call(
-            self.each.replace(which=jnp.arange(E)), jnp.swapaxes(x, 0, 1), bias, dtype or x.dtype
+        outputs = call(
+            self.node.replace(matrix_ids=jnp.arange(E)),
+            jnp.swapaxes(x, 0, 1),
+            bias,
+            dtype or x.dtype,
         )
-        return jnp.swapaxes(every.reshape(E, T, *self.each.out), 0, 1)
+        return jnp.swapaxes(outputs.reshape(E, T, *self.node.out), 0, 1)
 
 
 def keeps_floats(rows: str) -> bool:
-    """Whether rows of this type, as `Weight.for_kernels` has it, are multiplied with all bits of
-    float32.
-    """
+    """Whether products keep all bits of float32 rows; `rows` as in `Weight.for_kernels`."""
     return rows.endswith("float32")
 
 
 def has_kernel(name: str) -> bool:
-    """Whether weights can be laid out for a kernel, and multiplied by it."""
+    """Whether this machine can pack weights for a kernel and multiply with them."""
     return has("pack", name)
 
 
 def has_dense_product(dtype: str) -> bool:
-    """The same of the kernel for dense weights of a type."""
+    """Whether this machine has the kernel for dense weights of a dtype."""
     return has_kernel(kernel_names.DENSE[dtype])
 
 
 def has_product(kernel: str, rows: str) -> bool:
-    """Whether weights can be laid out for the kernel that multiplies their codes with rows of this
-    type.
-    """
+    """Whether this machine has a kernel for quantised weights and rows of this type."""
     return has_kernel(kernel_names.FLOAT_ROWS[kernel] if keeps_floats(rows) else kernel)
 
 
 def row_options(kernel: str, group: int, rows: str) -> dict[str, bool]:
-    """How a node's kernel takes rows of this type: the fields `in_bytes` and `float_rows` of
-    `Product`.
-    """
-    return {"in_bytes": in_bytes(kernel, group, rows), "float_rows": keeps_floats(rows)}
+    """The fields of a `PackedWeight` that say how its kernel takes rows of this type."""
+    return {
+        "int8_activations": uses_int8_activations(kernel, group, rows),
+        "float_rows": keeps_floats(rows),
+    }
 
 
-def in_bytes(kernel: str, group: int, rows: str) -> bool:
-    """Whether rows of this type are rounded to bytes for a kernel's codes."""
+def uses_int8_activations(kernel: str, group: int, rows: str) -> bool:
+    """Whether a kernel rounds rows of this type to int8."""
     return (
         rows.startswith("int8")
-        and takes_bytes(kernel, group)
+        and supports_int8_activations(kernel, group)
         and has(kernel_names.ROUNDING[kernel])
     )
 
 
-def takes_bytes(kernel: str, group: int) -> bool:
-    """Whether there is a kernel for that which is faster. With smaller groups none is."""
+def supports_int8_activations(kernel: str, group: int) -> bool:
+    """Whether a kernel has a variant with int8 activations, and the variant is faster.
+
+    It is not with groups of fewer than 32 inputs.
+    """
     return group >= 32 and kernel in kernel_names.ROUNDING
 
 
-def call(node: Product, x, bias, dtype, activation: int = 0):
-    """The products with the matrices that are meant of a stack, each with its share of the rows; or
-    the only one.
-    """
-    which = jnp.zeros(0, jnp.int32) if node.which is None else node.which
-    rows, scale = node.meeting(
-        x.reshape(*(() if node.which is None else which.shape), -1, math.prod(node.into))
+def call(node: PackedWeight, x, bias, dtype, activation: int = 0):
+    """The product with a matrix; of a stack, each selected matrix multiplies its own rows of x."""
+    matrix_ids = jnp.zeros(0, jnp.int32) if node.matrix_ids is None else node.matrix_ids
+    rows, scale = node.prepare_rows(
+        x.reshape(*(() if node.matrix_ids is None else matrix_ids.shape), -1, math.prod(node.into))
     )
     if scale is not None:
-        y = run_kernel(node, rows, which, None, jnp.float32, 0) * scale
+        y = run_kernel(node, rows, matrix_ids, None, jnp.float32, 0) * scale
         return (y if bias is None else y + bias.reshape(-1)).astype(dtype)
-    return run_kernel(node, rows, which, bias, dtype, activation)
+    return run_kernel(node, rows, matrix_ids, bias, dtype, activation)
 
 
-def run_kernel(node: Product, rows, which, bias, dtype, activation: int):
-    """The kernel's products of [.., T, K] rows."""
+def run_kernel(node: PackedWeight, rows, matrix_ids, bias, dtype, activation: int):
+    """Call the kernel with rows [..., T, K]."""
     if bias is None:
         bias_O = jnp.zeros(0, jnp.float32)
     else:
@@ -161,7 +173,7 @@ def run_kernel(node: Product, rows, which, bias, dtype, activation: int):
     outputs = node.out[-1] if activation else math.prod(node.out)
     variants = (
         kernel_names.ROUNDING
-        if node.in_bytes
+        if node.int8_activations
         else kernel_names.FLOAT_ROWS
         if node.float_rows
         else {}
@@ -170,19 +182,19 @@ def run_kernel(node: Product, rows, which, bias, dtype, activation: int):
     run = jax.ffi.ffi_call(target(name), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
     return run(
         rows,
-        *jax.tree.leaves(node.replace(which=None)),
+        *jax.tree.leaves(node.replace(matrix_ids=None)),
         bias_O,
-        which,
+        matrix_ids,
         activation=np.int32(activation),
     )
 
 
 def weight_of(w) -> Weight:
-    """The weight for products by the kernels."""
+    """The weight, if it is packed; NotImplementedError if not."""
     if not isinstance(w, Weight) or not w.native:
         raise NotImplementedError("the weight is not laid out for the kernels")
     return w
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant: a row's result does not depend on the other rows."""

@@ -1,7 +1,7 @@
-"""Weights laid out for the kernels, once, while a model is loaded.
+"""Packs weights into the layouts of the native kernels, once, while a model is loaded.
 
-A format's own layout is in its file; here are that of dense weights, and what the formats make
-theirs with.
+This module packs dense weights and has the functions with which the quantised formats in
+`ops/quant` pack theirs.
 """
 
 import ctypes
@@ -14,15 +14,16 @@ import numpy as np
 
 from ...sharding.spec import ArraySpec, empty
 from ..native import has, kernel_names, library
-from .cpu import LANES, Many, Product, Tiled
+from .cpu import LANES, PackedStack, PackedWeight, TiledDense
 from .weight import Weight
 
 
 def pack(spec: ArraySpec, leaf, rows: str = "bfloat16"):
-    """A loaded leaf as the kernels want it, or as it is if no product of theirs takes it.
+    """Pack a loaded leaf; returned unchanged if no kernel takes it.
 
-    `spec` is that of its dense form, `rows` the type of rows that it will meet, as
-    `Weight.for_kernels` has it.
+    Args:
+        spec: Spec of the leaf's dense form.
+        rows: Type of the rows that will be multiplied with it; see `Weight.for_kernels`.
     """
     if isinstance(leaf, Weight):
         return leaf.for_kernels(rows)
@@ -40,21 +41,21 @@ def pack(spec: ArraySpec, leaf, rows: str = "bfloat16"):
     return pack_stack(len(leaf), lambda e: pack_dense(inputs, leaf[e]))
 
 
-def pack_dense(inputs: tuple[int, ...], leaf: np.ndarray) -> Tiled:
-    """A matrix whose products sum over the axes `inputs`, which are the first or the last."""
-    others = tuple(axis for axis in range(leaf.ndim) if axis not in inputs)
-    into, out = (tuple(leaf.shape[axis] for axis in axes) for axes in (inputs, others))
+def pack_dense(inputs: tuple[int, ...], leaf: np.ndarray) -> TiledDense:
+    """Pack an array whose products sum over the axes `inputs`, which are its first or its last."""
+    output_axes = tuple(axis for axis in range(leaf.ndim) if axis not in inputs)
+    into, out = (tuple(leaf.shape[axis] for axis in axes) for axes in (inputs, output_axes))
     matrix_KO = (
         leaf.reshape(math.prod(into), -1) if inputs[0] == 0 else leaf.reshape(-1, math.prod(into)).T
     )
-    return Tiled(tile(matrix_KO, 4 // leaf.dtype.itemsize), into=into, out=out, inputs=inputs)
+    return TiledDense(tile(matrix_KO, 4 // leaf.dtype.itemsize), into=into, out=out, inputs=inputs)
 
 
 def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
-    """[K, O] in blocks of sixteen outputs."""
+    """Lay out a matrix as [blocks of 16 outputs, K / group, 16, group]; K is padded with zeros."""
     K, O = matrix_KO.shape
     size = matrix_KO.dtype.itemsize
-    step = 64 // min(size, 2)  # inputs that AMX takes at a time, padded with zeros
+    step = 64 // min(size, 2)  # inputs that an AMX instruction takes
     padded = -(-K // step) * step
     out = empty((-(-O // LANES), padded // group, LANES, group), matrix_KO.dtype)
     strides = (stride // size for stride in matrix_KO.strides)
@@ -69,7 +70,7 @@ def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
 
 
 def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
-    """[four_bits.count(K), O], two codes a byte, in blocks of sixteen outputs."""
+    """Lay out packed codes [four_bits.count(K), O], two a byte, in blocks of 16 outputs."""
     O = packed_KO.shape[1]
     packed_KO = np.ascontiguousarray(packed_KO)
     tiles = empty((-(-O // LANES), padded // 8, LANES), np.uint32)
@@ -80,7 +81,7 @@ def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
 
 
 def tile_sixes(codes_KO: np.ndarray, padded: int) -> np.ndarray:
-    """Codes of six bits [K, O], a byte each, in blocks of sixteen outputs."""
+    """Pack six-bit codes [K, O], one a byte, densely in blocks of 16 outputs."""
     K, O = codes_KO.shape
     codes_KO = np.ascontiguousarray(codes_KO)
     tiles = empty((-(-O // LANES), padded // 16, 3, LANES), np.uint32)
@@ -91,25 +92,25 @@ def tile_sixes(codes_KO: np.ndarray, padded: int) -> np.ndarray:
 
 
 def by_block(values_GO: np.ndarray) -> np.ndarray:
-    """What groups of inputs have, in blocks of sixteen outputs."""
+    """Lay out group values, such as scales [groups, O], in blocks of 16 outputs."""
     padded = np.pad(values_GO, ((0, 0), (0, -values_GO.shape[1] % LANES)))
     return np.ascontiguousarray(padded.reshape(len(values_GO), -1, LANES).swapaxes(0, 1))
 
 
-def pack_stack(E: int, matrix: Callable[[int], Any]) -> Many | None:
-    """Matrix by matrix: beside what came there is one more copy, of as many bytes.
+def pack_stack(E: int, matrix: Callable[[int], Any]) -> PackedStack | None:
+    """Pack a stack matrix by matrix; None if no kernel takes them.
 
-    None if no kernel takes them.
+    Besides the unpacked weights only the packed stack is in memory, and one packed matrix.
     """
     stack = None
     for e in range(E):
         node = matrix(e)
-        if not isinstance(node, Product):
+        if not isinstance(node, PackedWeight):
             return None
         if stack is None:
             stack = jax.tree.map(lambda array: empty((E, *array.shape), array.dtype), node)
-        jax.tree.map(lambda whole, array, e=e: np.copyto(whole[e], array), stack, node)
-    return Many(stack)
+        jax.tree.map(lambda stacked, array, e=e: np.copyto(stacked[e], array), stack, node)
+    return PackedStack(stack)
 
 
 def address(array: np.ndarray) -> ctypes.c_void_p:

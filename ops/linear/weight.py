@@ -1,4 +1,4 @@
-"""What the model asks of a weight, whatever form it is kept in."""
+"""The interface of weights: products, lookups and packing, for arrays and quantised formats."""
 
 from typing import Any, NamedTuple
 
@@ -11,39 +11,39 @@ from ..activation import glu
 
 @struct.dataclass
 class RoundedRows:
-    """Rows beside their codes of eight bits, which products with some weights take in their
-    place.
-    """
+    """Rows together with their 8-bit quantised values, which some products take instead."""
 
     rows: Any  # [T, D]
-    codes: Any  # the same in numbers that codes stand for, in the dtype of the rows
-    scale: Any  # float32 [T]: rows = codes * scale, nearly
-    kind: str = struct.field(pytree_node=False)  # as `Weight.rounds`
+    codes: Any  # [T, D], the quantised values in the dtype of the rows
+    scale: Any  # float32 [T]: rows are about codes * scale
+    kind: str = struct.field(pytree_node=False)  # type of the codes, as in `Weight.rounds`
 
     def reshape(self, *shape: int) -> "RoundedRows":
         return self.replace(rows=self.rows.reshape(*shape), codes=self.codes.reshape(*shape))
 
 
 def plain(x):
-    """The rows themselves."""
+    """The unquantised rows of x."""
     return x.rows if isinstance(x, RoundedRows) else x
 
 
 class GpuMatrix(NamedTuple):
-    """A weight, or a stack of them, as the kernels for GPUs read it."""
+    """A weight, or a stack of weights, as the GPU kernels read it.
 
-    array: Any  # bfloat16, or codes
-    # as in `ProductShape` of `gpu_kernel`, and so are `group` and `rounded`
+    `codes`, `group`, `rounded` and `summands` are fields of `gpu_kernel.shape.ProductShape`.
+    """
+
+    array: Any  # bfloat16 values, or codes
     codes: str | None = None
-    scale: Any = None  # of the codes: one for each output, or for each group and output
+    scale: Any = None  # of codes: for each output, or for each group and output
     group: int = 0
     rounded: bool = False
-    zero: Any = None  # of the codes: one for each group and output
+    zero: Any = None  # zero points of codes, for each group and output
     summands: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a `ProductShape`."""
+        """The fields of a `ProductShape` that the weight determines."""
         return {
             "codes": self.codes,
             "group": self.group,
@@ -52,108 +52,119 @@ class GpuMatrix(NamedTuple):
             "summands": self.summands,
         }
 
-    def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
-        """The operands that its scales and zeros are."""
+    def scales(self, experts: int, projections: int, outputs: int) -> dict[str, Any]:
+        """The scales and zero points as fields of the kernel's `Operands`."""
         if self.scale is None:
             return {}
         if self.group:
-            named = {"group_scale": self.scale, "group_zero": self.zero}
-            axes = experts, -1, parts, outputs
-            return {name: each.reshape(axes) for name, each in named.items() if each is not None}
-        return {"output_scale": self.scale.reshape(experts, parts, outputs)}
+            scales_by_name = {"group_scale": self.scale, "group_zero": self.zero}
+            axes = experts, -1, projections, outputs
+            return {
+                name: array.reshape(axes)
+                for name, array in scales_by_name.items()
+                if array is not None
+            }
+        return {"output_scale": self.scale.reshape(experts, projections, outputs)}
 
 
 class Weight:
-    """A matrix, or a stack of matrices along its first axis, that stands where an array could.
+    """A matrix, or a stack of matrices along its first axis, in place of an array.
 
-    Quantised and kernel-ready nodes are subclasses, and so is `Dense`, which `weight_of` makes of
-    an array: no caller asks what a weight is. A node that has no use for a method leaves it out.
-    Bytes are counted by `sharding.spec.nbytes`, since a node's arrays are its leaves.
+    Quantised and packed nodes are subclasses, and so is `Dense`, in which `weight_of` wraps arrays,
+    so that callers need no knowledge of the form. Subclasses leave out methods that they do not
+    need. The leaves of a node are its arrays; `sharding.spec.nbytes` counts their bytes.
     """
 
-    takes_rounded = False  # whether its products take `RoundedRows`
-    native = False  # whether it is laid out for the native kernels, which alone can read it then
-    has_gpu_kernel = False  # whether it has a `gpu_matrix`
+    takes_rounded = False  # whether products take `RoundedRows`
+    native = False  # whether the arrays are packed for the native kernels, and readable by no other
+    has_gpu_kernel = False  # whether `gpu_matrix` is implemented
 
     @property
     def rounds(self) -> str | None:
-        """The codes that a product makes of the rows that meet it: "int8" or "float8"; None where
-        it makes none.
-        """
+        """The type to which products quantise their rows, "int8" or "float8"; None: they do not."""
         return None
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None) -> Any:
-        """The product with x, summed in float32, plus `bias`, rounded once to `dtype` (x's by
-        default).
+        """The product with x plus `bias`, accumulated in float32 and rounded once to `dtype`.
+
+        Args:
+            dtype: dtype of the result; x's by default.
         """
         raise TypeError(f"{type(self).__name__} has no product; pick one of its matrices")
 
     def exact(self, subscripts: str, x) -> Any:
-        """The product in float32 of rows and a weight, each with all its bits."""
+        """The product in full float32 precision, in float32."""
         return self.einsum(subscripts, x, dtype=jnp.float32)
 
     def gated(self, subscripts: str, x, activation: str) -> Any:
-        """activation(gate) * up of a product whose last axes are [2, F], activation(up) of one
-        whose are [1, F].
+        """Compute activation(gate) * up.
+
+        The product's last axes are [2, F], gate and up; if they are [1, F], it is activation(up).
         """
         return glu(self.einsum(subscripts, x), activation)
 
     def __getitem__(self, index) -> Any:
-        """As of an array: rows of an embedding, or one matrix of a stack."""
+        """Index as an array: look up rows of an embedding, or take one matrix of a stack."""
         raise TypeError(f"{type(self).__name__} is neither an embedding nor a stack")
 
     @property
     def rows(self) -> int:
-        """How many rows an embedding has here; of one that is split, those of this device."""
+        """Number of rows of an embedding on this device."""
         raise TypeError(f"{type(self).__name__} is no embedding")
 
     def pick(self, e) -> Any:
-        """One matrix of a stack, for a product in a loop over them."""
-        # Without the barrier XLA widens the whole stack to float32 ahead of the loop.
+        """Take one matrix of a stack, in a loop over its matrices."""
+        # Without the barrier XLA converts the whole stack to float32 before the loop.
         stack, e = jax.lax.optimization_barrier((self, e))
         return stack[e]
 
     def for_rows(self, row_Q) -> "Weight":
-        """The same for some of a step's rows; itself where all rows are multiplied alike."""
+        """The weight for a subset of the step's rows; differs only if rows select adapters."""
         return self
 
     def gpu_matrix(self) -> GpuMatrix:
-        """Its arrays as the kernels for GPUs read them; `NotImplementedError` where none does."""
+        """The arrays as the GPU kernels read them; NotImplementedError if no kernel does."""
         raise NotImplementedError(
             f"weights must be arrays, int8, int4, fp8 or MXFP4, not {type(self).__name__}"
         )
 
     def for_kernels(self, rows: str) -> "Weight":
-        """The same on the host, laid out for the native kernels; itself where none takes it.
+        """Pack the weight for the native kernels, on the host; itself if no kernel takes it.
 
-        `rows`: the type of those that it will meet, float32 or bfloat16; "int8" and "int8_float32":
-        rows of bfloat16 or of float32 that may be rounded to bytes before. Others in float32 keep
-        all their bits in products.
+        Args:
+            rows: Type of the rows that will be multiplied: "float32" or "bfloat16"; "int8" for
+                bfloat16 and "int8_float32" for float32 rows that the kernel may round to int8.
+                "float32" rows keep all their bits in products.
         """
         return self
 
 
 def check_subscripts(subscripts: str, x, into, out, inputs, stacked: bool = False) -> None:
-    """Refuse subscripts other than a weight's own: [*lead, *into] times the weight gives [*lead,
-    *out].
+    """Raise ValueError unless the product is x [*lead, *into] times the weight to [*lead, *out].
 
-    `into` and `out` are the sizes of the axes that are summed over and of the others, `inputs` says
-    where the former stand in the weight. The first axis of a weight that is `stacked` is x's last
-    but `into`.
+    Args:
+        into: Sizes of the axes that are summed over.
+        out: Sizes of the weight's other axes.
+        inputs: Where the summed axes stand in the weight.
+        stacked: Whether the weight has a further first axis, which is x's last before `into`.
     """
     operands, _, result = subscripts.partition("->")
-    rows, _, letters = operands.partition(",")
-    stack, letters = (letters[:1], letters[1:]) if stacked else ("", letters)
-    summed = "".join(letter for axis, letter in enumerate(letters) if axis in inputs)
-    kept = "".join(letter for axis, letter in enumerate(letters) if axis not in inputs)
-    lead = rows.removesuffix(summed)
+    row_letters, _, weight_letters = operands.partition(",")
+    stack_letter, weight_letters = (
+        (weight_letters[:1], weight_letters[1:]) if stacked else ("", weight_letters)
+    )
+    summed_letters = "".join(letter for axis, letter in enumerate(weight_letters) if axis in inputs)
+    output_letters = "".join(
+        letter for axis, letter in enumerate(weight_letters) if axis not in inputs
+    )
+    lead_letters = row_letters.removesuffix(summed_letters)
     fits = (
-        (len(summed), len(kept)) == (len(into), len(out))
-        and rows == lead + summed
-        and result == lead + kept
-        and lead.endswith(stack)
-        and len(set(rows + kept)) == len(rows + kept)
-        and x.shape[len(lead) :] == tuple(into)
+        (len(summed_letters), len(output_letters)) == (len(into), len(out))
+        and row_letters == lead_letters + summed_letters
+        and result == lead_letters + output_letters
+        and lead_letters.endswith(stack_letter)
+        and len(set(row_letters + output_letters)) == len(row_letters + output_letters)
+        and x.shape[len(lead_letters) :] == tuple(into)
     )
     if not fits:
         raise ValueError(

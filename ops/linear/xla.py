@@ -1,6 +1,4 @@
-"""Products by XLA, with arrays and with every weight that is not laid out for the native
-kernels.
-"""
+"""Products by XLA, with arrays and with every weight that is not packed for the native kernels."""
 
 from typing import Any
 
@@ -13,7 +11,7 @@ from .weight import Weight
 
 @struct.dataclass
 class Dense(Weight):
-    """An array."""
+    """An unquantised array as a weight."""
 
     array: Any
 
@@ -33,7 +31,7 @@ class Dense(Weight):
 
 
 def weight_of(w) -> Weight:
-    """The weight for products by XLA."""
+    """The weight, arrays wrapped in `Dense`; NotImplementedError if it is packed."""
     if not isinstance(w, Weight):
         return Dense(w)
     if w.native:

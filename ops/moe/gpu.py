@@ -17,18 +17,18 @@ from .xla import add_pairs
 
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpret: Any = None):
     """See `quire.ops.moe.xla.mix_experts`."""
-    machine = prepare.machine(interpret)
+    machine = prepare.choose_kernel(interpret)
     if not isinstance(expert, Experts):
         raise NotImplementedError("experts must be two products, and not a function")
-    up = prepare.matrix(expert.up_EDGF)
-    down = prepare.matrix(expert.down_EFD)
+    up = prepare.as_gpu_matrix(expert.up_EDGF)
+    down = prepare.as_gpu_matrix(expert.down_EFD)
     E, _, projections, F = up.array.shape
     D = x_TD.shape[1]
     if projections != 2:
         raise NotImplementedError("experts must have a gate")
     activation = None if expert.clamp is not None else expert.activation
-    prepare.require(machine, x_TD, up, D, F, activation, grouped=True)
-    prepare.require(machine, x_TD, down, F, D, grouped=True)
+    prepare.check_supported(machine, x_TD, up, D, F, activation, grouped=True)
+    prepare.check_supported(machine, x_TD, down, F, D, grouped=True)
     T, X = experts_TX.shape
     rows = machine.block_rows(-(-T * X // num_experts), up.codes or down.codes)
     blocks = align(experts_TX, weights_TX, num_experts, rows)
@@ -41,7 +41,7 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
         inputs = x_PK.shape[1]
         outputs = matrix.array.shape[-1]
         projections = math.prod(stack.shape[2:-1])
-        x_PK, row_scale_P = prepare.meeting_rows(x_PK, matrix)
+        x_PK, row_scale_P = prepare.prepare_rows(x_PK, matrix)
         bias = None if bias is None else bias.astype(jnp.float32).reshape(E, projections, outputs)
         shape = ProductShape(
             blocks=max_blocks(T * X, num_experts, rows),
@@ -49,12 +49,12 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
             experts=E,
             inputs=inputs,
             outputs=outputs,
-            parts=projections,
+            projections=projections,
             processors=machine.processors,
             kernel=machine.kernel,
             out_dtype=dtype,
             bias=bias is not None,
-            weighed=scale_P is not None,
+            weighted=scale_P is not None,
             **matrix.options,
             **activation_options,
         )

@@ -219,7 +219,7 @@ class E8p(Rounded):
         assert isinstance(node, TiledGroups)
         tiled_fields = {
             name: getattr(node, name)
-            for name in ("tiles", "scale", "least", "code", "in_bytes", "float_rows")
+            for name in ("tiles", "scale", "least", "code", "int8_activations", "float_rows")
         }
         return TiledE8p(**tiled_fields, into=self.into, out=self.out, inputs=self.inputs)
 
@@ -299,7 +299,7 @@ class E8p(Rounded):
 class TiledE8p(TiledGroups):
     """Tiles for the native kernels of four or eight bits, with the points as integers."""
 
-    def meeting(self, x) -> tuple[Any, Any]:
+    def prepare_rows(self, x) -> tuple[Any, Any]:
         return rotated(x.astype(jnp.float32)), None
 
 

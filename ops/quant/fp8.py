@@ -167,7 +167,7 @@ class Fp8Blocks(Grouped):
 class TiledFp8(TiledGroups):
     """Tiles for the native kernels with rounded activations, which bfloat16 holds exactly."""
 
-    def meeting(self, x) -> tuple[Any, Any]:
+    def prepare_rows(self, x) -> tuple[Any, Any]:
         codes, scale = round_to_float8(x)
         return codes.astype(jnp.bfloat16), scale
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import LANES, Product, has_product, row_options
+from ..linear.cpu import LANES, PackedWeight, has_product, row_options
 from ..linear.cpu_layout import by_block, tile, tile_nibbles, tile_sixes
 from ..linear.weight import Weight, check_subscripts
 from . import four_bits
@@ -303,7 +303,7 @@ SHARED = ("scale", "least", "super_scale", "super_least")  # group parameters
 
 
 @struct.dataclass
-class TiledGroups(Product):
+class TiledGroups(PackedWeight):
     """Tiles for the native kernels, see formats.h in `ops/native`."""
 
     # 8 bits: uint8 [O / 16, K / 2, 16, 2]; 4 bits: uint32 [O / 16, K / 8, 16]; 6 bits:

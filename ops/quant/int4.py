@@ -19,7 +19,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import Product, has_product, row_options
+from ..linear.cpu import PackedWeight, has_product, row_options
 from ..linear.cpu_layout import by_block, tile_nibbles
 from ..linear.weight import GpuMatrix, Weight
 from . import four_bits
@@ -217,7 +217,7 @@ class Int4(Rounded):
 
 
 @struct.dataclass
-class TiledInt4(Product):
+class TiledInt4(PackedWeight):
     """Tiles for the native kernels, see formats.h in `ops/native`."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]

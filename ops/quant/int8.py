@@ -15,7 +15,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import LANES, Product, has_kernel, has_product, keeps_floats
+from ..linear.cpu import LANES, PackedWeight, has_kernel, has_product, keeps_floats
 from ..linear.cpu_layout import tile
 from ..linear.weight import GpuMatrix, Weight, check_subscripts
 from .compressed import (
@@ -158,7 +158,7 @@ class Int8(Rounded):
 
 
 @struct.dataclass
-class TiledInt8(Product):
+class TiledInt8(PackedWeight):
     """Tiles for the native kernels: in groups of four inputs for int8 activations, of two for float
     activations.
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import Product, has_product, row_options
+from ..linear.cpu import PackedWeight, has_product, row_options
 from ..linear.cpu_layout import by_block, pack_stack, tile_nibbles
 from ..linear.weight import GpuMatrix, Weight
 from . import four_bits
@@ -72,7 +72,7 @@ class Mxfp4(Weight):
 
 
 @struct.dataclass
-class TiledMxfp4(Product):
+class TiledMxfp4(PackedWeight):
     """Tiles of a matrix for the native kernels, see formats.h in `ops/native`."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]

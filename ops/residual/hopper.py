@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..gpu import TILE_SOURCE, device
-from ..gpu.self_test import TriedKernel, require_pass
+from ..gpu.self_test import SelfTestedKernel, require_pass
 from ..norm import LayerNorm, scale_and_bias
 from . import Residual
 from .shape import LINE, MAX_LINES, MAX_SMEM_BYTES, padded
 
 SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
-KERNEL = TriedKernel(f"{__package__}.accuracy", "sum and norm", SOURCES)
+KERNEL = SelfTestedKernel(f"{__package__}.accuracy", "sum and norm", SOURCES)
 
 
 def add_and_norm(

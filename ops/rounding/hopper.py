@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from .. import residual
 from ..gpu import TILE_SOURCE, device
-from ..gpu.self_test import TriedKernel, require_pass
+from ..gpu.self_test import SelfTestedKernel, require_pass
 from ..residual.shape import LINE, MAX_LINES
 
 USED = TILE_SOURCE, *Path(residual.__file__).parent.glob("*.py")
-KERNEL = TriedKernel(
+KERNEL = SelfTestedKernel(
     f"{__package__}.accuracy", "rounding of rows", (*Path(__file__).parent.glob("*.py"), *USED)
 )
 

@@ -184,11 +184,11 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 def machine(report, scale, seed: int) -> None:
     """The card, and XLA's flags."""
     from ...ops.gpu import device
-    from ...ops.gpu.self_test import card
+    from ...ops.gpu.self_test import describe_gpu
 
     found = {
         "serves": device.is_gpu() and device.no_ampere_reason() is None,
-        **card(),
+        **describe_gpu(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "seed": seed,
     }

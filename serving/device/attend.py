@@ -15,7 +15,7 @@ from ...model.config import ModelConfig
 from ...ops import heads as head_ops
 from ...ops.attention import KVPages, QueryRows, new_arrivals, page_dtype, paged_attention
 from ...ops.attention.backend import AttentionParams
-from ...ops.attention.picking import Picks, picking_attention
+from ...ops.attention.picking import IndexQueries, sparse_attention
 from ...ops.state_rows import StateRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .state import State
@@ -49,7 +49,7 @@ def attend_with(
         state: State,
         params: AttentionParams,
         sinks_N=None,
-        picks: Picks | None = None,
+        picks: IndexQueries | None = None,
     ):
         owner = config.kv_owner[first + index]
         rows = rows_of(config.group(first + index))
@@ -58,7 +58,7 @@ def attend_with(
         )
         if picks is not None:
             group = config.group(first + index)
-            out_TNH, filled, picked[group] = picking_attention(
+            out_TNH, filled, picked[group] = sparse_attention(
                 q_TNH, k_TKH, state.pages[owner], rows, picks, picked.get(group), params
             )
             return out_TNH, state.replace(pages={**state.pages, owner: filled})

@@ -13,7 +13,7 @@ from ...model.config import ModelConfig
 from ...model.partition import Stage
 from ...model.planning.cost import layer_token_bytes
 from ...ops import sampling
-from ...ops.attention import KVPages, page_dtype, pairs
+from ...ops.attention import KVPages, page_dtype, uses_paired_pages
 from ...ops.native.blank import blank
 from ...sharding import struct
 
@@ -104,7 +104,7 @@ def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tu
     """
     a = config.layers[index].attention
     dtype = jnp.dtype(config.layer_kv_dtype(index))
-    if len(a.cached) == 2 and pairs(dtype):
+    if len(a.cached) == 2 and uses_paired_pages(dtype):
         return {"kv_PSYH": (page_size, 2 * a.kv_heads, a.head_dim)}
     codes_per_byte = 2 if dtype == jnp.int4 else 1  # codes of a byte
     shapes = ((page_size, heads, width // codes_per_byte) for heads, width in a.cached)

@@ -6,7 +6,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.model.config import ModelError
 from quire.ops import native
-from quire.ops.linear.cpu import Product
+from quire.ops.linear.cpu import PackedWeight
 
 PROMPTS = ["Once upon a time", "copy: a b c", "The old lighthouse", "sort: 5 3 9 1"]
 PARAMS = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
@@ -15,9 +15,9 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
 def of_bytes(llm):
     """Whether each product of the weights is with such rows."""
     nodes = jax.tree.leaves(
-        llm.engine.runner.weights, is_leaf=lambda node: isinstance(node, Product)
+        llm.engine.runner.weights, is_leaf=lambda node: isinstance(node, PackedWeight)
     )
-    return [node.in_bytes for node in nodes if isinstance(node, Product)]
+    return [node.int8_activations for node in nodes if isinstance(node, PackedWeight)]
 
 
 def said(llm, prompts):

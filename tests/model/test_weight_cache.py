@@ -18,7 +18,7 @@ from quire.model.checkpoint import loader, weight_cache
 from quire.model.checkpoint.loader import load, read_config
 from quire.model.checkpoint.weight_cache import WeightCache
 from quire.ops import cache_folder, native
-from quire.ops.linear.cpu import Product
+from quire.ops.linear.cpu import PackedWeight
 from quire.tests.support import tiny
 
 if not native.serves():
@@ -85,7 +85,7 @@ def test_second_load_maps(home, folder, reads, quantization):
     second = loaded(folder, quantization, progress=told.append)
     assert not reads and sum(told) > 0
     assert same(first, second)
-    assert isinstance(second.layers[0].mlp.up_DGF, Product)
+    assert isinstance(second.layers[0].mlp.up_DGF, PackedWeight)
     with open("/proc/self/maps") as file:
         spans = [line.split()[0].split("-") for line in file if ".weights" in line]
     leaf = jax.tree.leaves(second.layers[0].mlp.up_DGF)[0].unsafe_buffer_pointer()

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.ops.attention import KVPages, flashinfer, hopper, page_dtype, paged_attention, pairs, xla
+from quire.ops.attention import (
+    KVPages,
+    flashinfer,
+    hopper,
+    page_dtype,
+    paged_attention,
+    uses_paired_pages,
+    xla,
+)
 from quire.ops.attention.backend import AttentionParams
 from quire.ops.attention.xla import BLOCK, tiles
 from quire.ops.heads import Heads
@@ -252,9 +260,9 @@ def test_pairs(monkeypatch):
     """Where the kernel that wants them may serve: nothing changes elsewhere."""
     for backend, dtypes in (("cpu", ()), ("gpu", ()), ("tpu", ("bfloat16",))):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        assert [name for name in ("bfloat16", "float32", "int8") if pairs(jnp.dtype(name))] == list(
-            dtypes
-        )
+        assert [
+            name for name in ("bfloat16", "float32", "int8") if uses_paired_pages(jnp.dtype(name))
+        ] == list(dtypes)
 
 
 def test_one_is_forced_by_its_name():

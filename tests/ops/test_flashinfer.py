@@ -28,7 +28,7 @@ from quire.ops.attention.backend import AttentionParams, AttentionShape
 from quire.ops.attention.flashinfer_kernel import library
 from quire.ops.attention.flashinfer_kernel.plan import PlanShape, make_plan
 from quire.ops.gpu import device, self_test
-from quire.ops.gpu.self_test import Found, measure
+from quire.ops.gpu.self_test import CaseResult, measure
 from quire.ops.implementations import NoImplementation, variance
 from quire.serving.api.params import SamplingParams
 from quire.tests.support import flashinfer_kernel
@@ -198,7 +198,7 @@ def random_rows(shape: PlanShape, rng: np.random.Generator) -> QueryRows:
 
 def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
     """That a plan is right, by what it lists; whether it cuts a context."""
-    at = shape.places
+    at = shape.offsets
     words = plan.words
     G = shape.group
     assert len(words) == at["end"]
@@ -206,9 +206,9 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
     def listed(name: str, count: int) -> np.ndarray:
         return words[at[name] : at[name] + count]
 
-    counts = words[at["counts"] : at["end"]].view(np.uint8)[: shape.items].astype(bool)
-    (keys,) = listed("keys_a_part", 1)
-    (total,) = listed("rows", 1)
+    counts = words[at["block_valid_mask"] : at["end"]].view(np.uint8)[: shape.items].astype(bool)
+    (keys,) = listed("kv_chunk_size", 1)
+    (total,) = listed("total_num_rows", 1)
     starts = np.asarray(rows.starts_B1)
     positions = np.asarray(rows.positions_T)
     assert (
@@ -217,15 +217,21 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
         and keys % shape.page == 0
         and not counts[counts.sum() :].any()
     )
-    first = listed("first_result", shape.sequences + 1)
-    before = listed("results_before", shape.rows + 1)
+    first = listed("o_indptr", shape.sequences + 1)
+    before = listed("merge_indptr", shape.rows + 1)
     assert (
-        before[total] <= shape.parts and before[0] == 0 and (before[total:] == before[total]).all()
+        before[total] <= shape.partial_results
+        and before[0] == 0
+        and (before[total:] == before[total]).all()
     )
     found = {}
     places = set()
     for b, tile, part in np.stack(
-        [listed(name, shape.items)[counts] for name in ("sequence", "tile", "part")], axis=1
+        [
+            listed(name, shape.items)[counts]
+            for name in ("request_indices", "qo_tile_indices", "kv_tile_indices")
+        ],
+        axis=1,
     ):
         count = starts[b + 1] - starts[b]
         length = positions[starts[b + 1] - 1] + 1
@@ -314,7 +320,7 @@ def test_what_xla_calls():
     assert f"info = dense<[{info}]> : tensor<15xi64>" in call
     assert "window_left = 127 : i64" in call and "soft_cap = 0.000000e+00 : f64" in call
     assert "scale = 0.0883883476" in call
-    end = shape.places["end"]
+    end = shape.offsets["end"]
     pages = 16 * 19
     operands = [
         "16x32x128xbf16",
@@ -449,9 +455,9 @@ def test_it_is_tried_before_it_serves(monkeypatch):
 
     def test(module: str, kind: str):
         tried.append((module, json.loads(kind)))
-        return {"decoding": Found(0.5, 0.5, 0, 6e-3)}
+        return {"decoding": CaseResult(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(self_test, "test", test)
+    monkeypatch.setattr(self_test, "run_self_test", test)
     monkeypatch.delenv("QUIRE_MOSAIC")
     with pytest.raises(NoImplementation, match="it is wrong on this GPU: decoding by 5.0e-01"):
         lowered(Trial("", 2, 30, window=20))

@@ -24,14 +24,14 @@ from quire.ops.attention import accuracy, cpu, xla
 from quire.ops.attention import hopper as gate
 from quire.ops.attention.accuracy import AttentionCase, Trial, arrays, attend, measure_attention
 from quire.ops.attention.hopper_kernel import task
-from quire.ops.attention.hopper_kernel.paged import plan, shape_of
+from quire.ops.attention.hopper_kernel.paged import make_kernel_shape, plan
 from quire.ops.gpu import device, self_test
-from quire.ops.gpu.self_test import Found, InLayers, measure
+from quire.ops.gpu.self_test import CaseResult, InLayers, measure
 from quire.tests.support.attention_plan import tasks_of
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
-RIGHT = {"decoding": Found(1e-3, 2e-3, 0, 6e-3), "a chunk": Found(2e-3, 3e-3, 0, 6e-3)}
-WRONG = Found(0.5, 0.5, 0, 6e-3)
+RIGHT = {"decoding": CaseResult(1e-3, 2e-3, 0, 6e-3), "a chunk": CaseResult(2e-3, 3e-3, 0, 6e-3)}
+WRONG = CaseResult(0.5, 0.5, 0, 6e-3)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ class Tried:
     def __init__(self, monkeypatch, found):
         self.kinds = []
         self.found = found
-        monkeypatch.setattr(self_test, "test", self)
+        monkeypatch.setattr(self_test, "run_self_test", self)
 
     def __call__(self, module: str, kind: str):
         assert module == "quire.ops.attention.hopper"
@@ -121,7 +121,8 @@ def test_it_is_tried_once_for_each_kind(card, monkeypatch):
         )
     kept = [json.loads(path.read_text()) for path in card.iterdir()]
     assert len(kept) == 5 and all(
-        {name: Found(**each) for name, each in found["found"].items()} == RIGHT for found in kept
+        {name: CaseResult(**each) for name, each in found["found"].items()} == RIGHT
+        for found in kept
     )
     assert [kind for kind in tried.kinds if kind not in [found["kind"] for found in kept]] == []
     assert (
@@ -139,11 +140,11 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     """Where anything is not what it was."""
     tried = Tried(monkeypatch, RIGHT)
     serves()
-    before = self_test.card()
+    before = self_test.describe_gpu()
     other = tmp_path / "tile.py"
     other.write_text("# another")
     if what == "card":
-        monkeypatch.setattr(self_test, "card", lambda: before | {"device": "NVIDIA H300"})
+        monkeypatch.setattr(self_test, "describe_gpu", lambda: before | {"device": "NVIDIA H300"})
     elif what == "driver":
         monkeypatch.setattr(self_test, "driver", lambda: "999.0")
     else:
@@ -163,12 +164,12 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
         ),
         ({"a": dataclasses.replace(WRONG, error=math.nan)}, "it is wrong on this GPU: a by nan"),
         (
-            {"a": Found(1e-3, 0.1, 0, 6e-3), "b": Found(1e-3, 2e-3, 7, 6e-3)},
+            {"a": CaseResult(1e-3, 0.1, 0, 6e-3), "b": CaseResult(1e-3, 2e-3, 7, 6e-3)},
             "it is wrong on this GPU: a in one row by 1.0e-01, where 1e-02 is allowed; "
             "b in having other bits in 7 of 50 runs",
         ),
         (
-            self_test.TrialFailed("it took longer than 240 s"),
+            self_test.SelfTestFailed("it took longer than 240 s"),
             "its trial on this GPU failed: it took longer than 240 s",
         ),
         (OSError("no room"), "it could not be tried: no room"),
@@ -194,7 +195,7 @@ def test_what_the_kernel_cannot_do_is_not_tried(card, monkeypatch, caplog):
 
 
 def test_the_wish(card, monkeypatch, caplog):
-    tried = Tried(monkeypatch, self_test.TrialFailed("no"))
+    tried = Tried(monkeypatch, self_test.SelfTestFailed("no"))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     assert serves() == "the kernel"
     for wish, says in (
@@ -246,12 +247,12 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
     path = f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two"
-    assert self_test.test("a.module", "{}") == dict.fromkeys(
-        ("false", f"{path} a.module {{}}"), Found(1, 2, 3, 4)
+    assert self_test.run_self_test("a.module", "{}") == dict.fromkeys(
+        ("false", f"{path} a.module {{}}"), CaseResult(1, 2, 3, 4)
     )
     says.write_text("#!/bin/sh\necho goodbye\n")
-    with pytest.raises(self_test.TrialFailed, match="it said 'goodbye"):
-        self_test.test("a.module", "{}")
+    with pytest.raises(self_test.SelfTestFailed, match="it said 'goodbye"):
+        self_test.run_self_test("a.module", "{}")
 
 
 @pytest.mark.nightly
@@ -288,7 +289,7 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     self_test.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {"decoding over spans", "a chunk"}
-    assert [Found(**each).wrong is None for each in found.values()] == [not spoilt] * 2, found
+    assert [CaseResult(**each).wrong is None for each in found.values()] == [not spoilt] * 2, found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +308,10 @@ class Doubled:
 
 
 def test_what_a_case_shows():
-    assert measure(Doubled(), 0) == Found(0.0, 0.0, 0, 1e-3) and measure(Doubled(), 0).wrong is None
+    assert (
+        measure(Doubled(), 0) == CaseResult(0.0, 0.0, 0, 1e-3)
+        and measure(Doubled(), 0).wrong is None
+    )
     # the norm of all hides it
     one_row = measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7].set(0.008)), 0)
     assert one_row.error == pytest.approx(4e-4, rel=1e-3) and one_row.worst_row == pytest.approx(
@@ -326,7 +330,7 @@ def test_a_case_in_layers():
     """Each has its own numbers, and one that is wrong is enough."""
     right = measure(InLayers(Doubled()), 0)
     assert (
-        right == Found(0.0, 0.0, 0, 1e-3)
+        right == CaseResult(0.0, 0.0, 0, 1e-3)
         and InLayers(Doubled()).name == "doubled, in a step of 3 layers"
     )
     for layer in range(3):
@@ -442,7 +446,7 @@ def test_trials_go_each_way(window):
     for each in gate.trials(kind):
         assert measure_attention(each, xla.attend, 0).wrong is None
         q, pages, rows, _ = arrays(each, 0)
-        shape = shape_of(
+        shape = make_kernel_shape(
             q,
             pages,
             rows,

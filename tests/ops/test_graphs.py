@@ -97,13 +97,13 @@ HEADS = {
 }
 EXPERTS = {
     "grouped": True,
-    "parts": 2,
-    "turned": False,
+    "projections": 2,
+    "transposed": False,
     "activation": "silu",
     "clamp": None,
     "alpha": 1.0,
     "bias": False,
-    "weighed": False,
+    "weighted": False,
     "out_dtype": "bfloat16",
     "codes": None,
     "group": 0,

@@ -225,11 +225,11 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
 
     def test(module, kind):
         asked.append((module, kind))
-        return {"queries": self_test.Found(0.5, 0.5, 0, 6e-3)}
+        return {"queries": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
-    monkeypatch.setattr(self_test, "folder", lambda: tmp_path)
-    monkeypatch.setattr(self_test, "test", test)
+    monkeypatch.setattr(self_test, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test, "run_self_test", test)
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
     self_test.verdict.cache_clear()
     self_test.warn_once.cache_clear()

@@ -142,8 +142,8 @@ def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
     counted.
     """
     monkeypatch.setattr(task, "SPANS", 4)
-    monkeypatch.setattr(merge, "AHEAD", ahead)  # spans that are read at once, and heads
-    monkeypatch.setattr(merge, "READ", 2 * ahead)
+    monkeypatch.setattr(merge, "UNROLL", ahead)  # spans that are read at once, and heads
+    monkeypatch.setattr(merge, "MAX_LOADS", 2 * ahead)
     shape = decoding(K=1, G=10, T=2, B=2, sinks=True)
     case = build(shape, [Sequence(77, 190, 1), Sequence(3, 140, 1)], np.random.default_rng(0))
     axis_index = JaxprInterpreter._interpret_axis_index_p

@@ -9,7 +9,12 @@ import pytest
 
 from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.hopper_kernel import task
-from quire.ops.attention.hopper_kernel.paged import A_TASK, plan, shape_of, span_blocks
+from quire.ops.attention.hopper_kernel.paged import (
+    TASK_OVERHEAD,
+    make_kernel_shape,
+    plan,
+    span_blocks,
+)
 from quire.ops.attention.hopper_kernel.task import CutContext, KernelShape, Share, saved_rows
 from quire.tests.support.attention_plan import contexts_of, tasks_of
 from quire.tests.support.cases import cases
@@ -30,7 +35,7 @@ def shape_for(kind: str, T: int, B: int, longest: int) -> KernelShape:
     N, K, H, values, window = KINDS[kind]
     page = jax.ShapeDtypeStruct((9, 16, K, H), jnp.bfloat16)
     numbers = jax.ShapeDtypeStruct((B, -(-longest // 16)), jnp.int32)
-    return shape_of(
+    return make_kernel_shape(
         jax.ShapeDtypeStruct((T, N, H), jnp.bfloat16),
         KVPages(page) if values else KVPages(page, page),
         QueryRows(None, None, numbers, None),
@@ -78,11 +83,12 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
         assert one.span == span_blocks(shape, jnp.asarray(last)), (
             "all rows of a tile have the same spans"
         )
-        seen.setdefault((one.row, one.part), []).append(one)
+        seen.setdefault((one.row, one.head_tile), []).append(one)
     rows = sorted((row, of[0].count) for (row, part), of in seen.items() if part == 0)
     assert [row for row, _ in rows] == np.cumsum([0, *[count for _, count in rows]])[:-1].tolist()
     assert (
-        sum(count for _, count in rows) == len(positions) and len(seen) == len(rows) * shape.parts
+        sum(count for _, count in rows) == len(positions)
+        and len(seen) == len(rows) * shape.head_tiles
     )
     share_RF = [Share(*map(int, x)) for x in np.asarray(shared.shares_RF)]
     tile_of = {int(x[0]): n for n, x in enumerate(np.asarray(shared.tiles_CF)) if x[1] > 0}
@@ -97,7 +103,7 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
         wanted = set(range(min(wanted), max(wanted) + 1))
         got = [b for piece in pieces for b in range(piece.first, piece.last + 1)]
         assert sorted(got) == sorted(wanted), "each block once"
-        unit = tile_of[row] * shape.parts + part
+        unit = tile_of[row] * shape.head_tiles + part
         if len(pieces) == 1:
             assert one.place == -1 and unit not in merges
             continue
@@ -126,7 +132,7 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
 
 
 def load(mine) -> int:
-    return sum(one.last - one.first + 1 + A_TASK for one in mine)
+    return sum(one.last - one.first + 1 + TASK_OVERHEAD for one in mine)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,7 +178,9 @@ def test_processors_are_busy_and_evenly_so(kind, B, T, length, busy):
     loads = [load(mine) for mine in found]
     assert sum(x > 0 for x in loads) >= busy
     span = int(span_blocks(shape, jnp.asarray(length - 1)))
-    assert max(loads) <= max(sum(loads) / 132 * 9 / 8 + 1, sum(loads) / 132 + span + 2 * A_TASK)
+    assert max(loads) <= max(
+        sum(loads) / 132 * 9 / 8 + 1, sum(loads) / 132 + span + 2 * TASK_OVERHEAD
+    )
 
 
 @pytest.mark.slow
@@ -192,7 +200,7 @@ def test_uneven_lengths_are_shared_evenly():
     lengths = [int(x) for x in rng.integers(100, 16000, 64)]
     shape = shape_for("Llama-3-8B", 64, 64, 16384)
     loads = [load(mine) for mine in examine(shape, 64, [(x - 1, 1) for x in lengths])]
-    assert max(loads) <= sum(loads) / 132 + 4 + 4 * A_TASK
+    assert max(loads) <= sum(loads) / 132 + 4 + 4 * TASK_OVERHEAD
 
 
 def test_spans_depend_on_the_position_alone():
@@ -206,7 +214,7 @@ def test_spans_depend_on_the_position_alone():
             stretch = np.minimum(stretch, (shape.window - 1) // shape.stretch)
         assert (blocks * task.SPANS >= (stretch + 1) * shape.span * task.SPANS).all()
         assert ((blocks == shape.span) | (blocks // 2 <= stretch * shape.span)).all()
-        other = shape._replace(rows=700, reach=min(shape.reach, 1 << 18))
+        other = shape._replace(rows=700, max_keys=min(shape.max_keys, 1 << 18))
         inside = position < 1 << 18
         assert (np.asarray(span_blocks(other, position)) == blocks)[np.asarray(inside)].all()
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire.model.checkpoint import loader
 from quire.ops import native
-from quire.ops.linear.cpu import Many
+from quire.ops.linear.cpu import PackedStack
 from quire.ops.quant import packed
 from quire.ops.quant.mxfp4 import Mxfp4, decode, tensors
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
@@ -113,8 +113,8 @@ def test_by_the_kernels(tmp_path, dtype, tolerance):
         loader.load(made.folder, config, skip_packing=plain) for plain in (True, False)
     )
     experts = tiled.layers[0].moe.up_EDGF
-    assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(experts, Many)
-    assert experts.each.float_rows == (dtype == "float32")
+    assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(experts, PackedStack)
+    assert experts.node.float_rows == (dtype == "float32")
     prompt = jnp.array([made.prompts[0]])
     wanted, found = (
         np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)

@@ -364,7 +364,7 @@ def check_rows_of_bytes(name, rows, padding, K, out, bias, dtype, seed):
     x[max(rows - padding, 0) :] = 0
     x[:, rng.integers(K)] *= 0
     node, packed = rounded(f"{name} of bytes", spec_of((K,), out, dtype), w)
-    assert packed.in_bytes
+    assert packed.int8_activations
     code = node.dense() if name.startswith("int4") and "least" not in name else node.dense(K)
     w_KO = wide(code).reshape(K, -1)
     between = np.stack([between_bytes(row).reshape(-1)[:K] for row in in_groups(x, node.group)])

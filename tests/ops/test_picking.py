@@ -7,7 +7,7 @@ import pytest
 
 from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.backend import AttentionParams
-from quire.ops.attention.picking import Picks, picking_attention
+from quire.ops.attention.picking import IndexQueries, sparse_attention
 from quire.tests.support.cases import cases
 
 S = 8
@@ -81,16 +81,16 @@ def run(tables, keys, asked, order, dtype=np.float32, padding=3):
         jnp.asarray(slots + spare),
     )
     fresh = jnp.asarray(np.concatenate([*new, np.zeros((padding, A + DIM), np.float32)]))[:, None]
-    picks = Picks(rows("own"), rows("weight"), COUNT)
-    out, pages, picked = jax.jit(picking_attention, static_argnames="params")(
+    picks = IndexQueries(rows("own"), rows("weight"), COUNT)
+    out, pages, picked = jax.jit(sparse_attention, static_argnames="params")(
         rows("q"), fresh, pages, given, picks, None, params=AttentionParams(0.3, value_dim=V)
     )
-    again, *_ = jax.jit(picking_attention, static_argnames="params")(
+    again, *_ = jax.jit(sparse_attention, static_argnames="params")(
         rows("q"),
         None,
         pages,
         given,
-        Picks(count=COUNT),
+        IndexQueries(count=COUNT),
         picked,
         params=AttentionParams(0.3, value_dim=V),
     )

@@ -334,7 +334,9 @@ def test_gated_against_float64(activation):
     found = linear.weight_of(weight, INTERPRETED).gated("TD,DGF->TGF", x, activation)
     up = np.einsum("TD,DGF->TGF", exact(x), exact(weight))
     kind = {"clamp": None, "activation": activation}
-    np.testing.assert_allclose(exact(found), accuracy.combined(kind, up[:, 0], up[:, 1]), **CLOSE)
+    np.testing.assert_allclose(
+        exact(found), accuracy.apply_activation(kind, up[:, 0], up[:, 1]), **CLOSE
+    )
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -406,7 +408,7 @@ def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
         for weight, e in zip(exact(weights)[t], whose[t], strict=True):
             if e < E:
                 gate, right = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
-                inner = accuracy.combined(kind, gate, right)
+                inner = accuracy.apply_activation(kind, gate, right)
                 out[t] += weight * (inner @ down[e] + down_bias[e])
     return out
 
@@ -530,7 +532,7 @@ def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla(by):
     blocks = np.resize(codes, (1, 64, len(scales) + 8))
     each = np.resize(np.r_[scales, np.full(8, 127, np.uint8)], (1, 4, len(scales) + 8))
     node = Mxfp4(jnp.asarray(blocks), jnp.asarray(each))
-    one = prepare.matrix(jax.tree.map(lambda leaf: leaf[0], node))
+    one = prepare.as_gpu_matrix(jax.tree.map(lambda leaf: leaf[0], node))
     found = prepare.dense(jnp.eye(128, dtype=jnp.bfloat16), one, dtype=jnp.bfloat16, interpret=by)
     assert np.array_equal(exact(found), exact(node[0]))
 
@@ -653,13 +655,13 @@ def test_random_experts(by, seed):
 
 KIND = {
     "grouped": False,
-    "parts": 1,
-    "turned": False,
+    "projections": 1,
+    "transposed": False,
     "activation": None,
     "clamp": None,
     "alpha": 1.0,
     "bias": True,
-    "weighed": False,
+    "weighted": False,
     "out_dtype": "bfloat16",
     "codes": None,
     "group": 0,
@@ -670,7 +672,7 @@ KIND = {
 }
 GPT_OSS = {
     "grouped": True,
-    "parts": 2,
+    "projections": 2,
     "activation": "silu",
     "clamp": 7.0,
     "alpha": 1.702,
@@ -679,24 +681,24 @@ GPT_OSS = {
 }
 KINDS = {
     "dense": KIND,
-    "a head": KIND | {"turned": True, "bias": False, "out_dtype": "float32"},
-    "gate and up": KIND | {"grouped": True, "parts": 2, "activation": "silu"},
-    "weighed": KIND | {"grouped": True, "weighed": True, "out_dtype": "float32"},
+    "a head": KIND | {"transposed": True, "bias": False, "out_dtype": "float32"},
+    "gate and up": KIND | {"grouped": True, "projections": 2, "activation": "silu"},
+    "weighed": KIND | {"grouped": True, "weighted": True, "out_dtype": "float32"},
     "int8": KIND
-    | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int8", "rounded": True},
+    | {"grouped": True, "projections": 2, "activation": "silu", "codes": "int8", "rounded": True},
     "int4": KIND
-    | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int4", "group": 32},
+    | {"grouped": True, "projections": 2, "activation": "silu", "codes": "int4", "group": 32},
     "int4 with zeros": KIND | {"codes": "int4", "group": 128, "zeros": True},
     "mxfp4": KIND | GPT_OSS,
     "fp8": KIND | {"codes": "float8", "rounded": True},
-    "a matrix for each head": KIND | {"grouped": True, "turned": True, "bias": False},
+    "a matrix for each head": KIND | {"grouped": True, "transposed": True, "bias": False},
     "a router": KIND | {"out_dtype": "float32", "summands": 3, "bias": False},
 }
 BY_TRITON = {
     f"{name}, by Triton": kind | {"kernel": "triton"}
     for name, kind in KINDS.items()
     if kind["grouped"] or kind["codes"]
-    if not kind["turned"]
+    if not kind["transposed"]
 }
 
 
@@ -744,7 +746,7 @@ def card(monkeypatch):
     ran = []
 
     def run(shape, operands, interpret):
-        prepare.require_trial(shape)
+        prepare.require_self_test(shape)
         ran.append(shape)
         return jnp.full((shape.blocks * shape.rows, shape.outputs), 7, shape.out_dtype)
 
@@ -768,7 +770,7 @@ def test_it_serves_where_there_is_a_card(card):
     weights = jnp.ones((5, X))
     whose = jnp.zeros((5, X), jnp.int32)
     assert (moe.mix(y, weights, whose, E, mixture(rng)) == 7 * X).all()
-    assert [(ran.parts, ran.experts, ran.weighed) for ran in card] == [
+    assert [(ran.projections, ran.experts, ran.weighted) for ran in card] == [
         (1, 1, False), (2, 1, False), (2, E, False), (1, E, True)
     ]  # fmt: skip
 
@@ -849,12 +851,12 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
         for gigabytes, declined in ((2, False), (3, True), (4, True), (5, False)):
             stack = jax.ShapeDtypeStruct((gigabytes << 10, 1024, 1024), jnp.int8)
             codes = GpuMatrix(stack, "int8", jnp.ones(1))
-            given = prepare.machine(None), x, codes, 1024, 1024
+            given = prepare.choose_kernel(None), x, codes, 1024, 1024
             if not declined:
-                prepare.require(*given, grouped=True)
+                prepare.check_supported(*given, grouped=True)
                 continue
             with pytest.raises(NotImplementedError, match="codes must not be of 2 to 4 GiB"):
-                prepare.require(*given, grouped=True)
+                prepare.check_supported(*given, grouped=True)
     device.is_hopper.cache_clear()
 
 
@@ -882,9 +884,9 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
 
     def test(module: str, kind: str):
         tried.append((module, json.loads(kind)))
-        return {"blocks": self_test.Found(0.5, 0.5, 0, 6e-3)}
+        return {"blocks": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(self_test, "test", test)
+    monkeypatch.setattr(self_test, "run_self_test", test)
     monkeypatch.setenv("QUIRE_MOSAIC", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     self_test.verdict.cache_clear()
@@ -906,66 +908,91 @@ PRODUCTION = {
     "Llama-3-8B, qkv, 16 rows": BASE._replace(outputs=6144),
     "Llama-3-8B, qkv, 64 rows": BASE._replace(outputs=6144, rows=64),
     "Llama-3-8B, out, 16 rows": BASE._replace(),
-    "Llama-3-8B, up, 16 rows": BASE._replace(outputs=14336, parts=2, activation="silu"),
-    "Llama-3-8B, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64),
+    "Llama-3-8B, up, 16 rows": BASE._replace(outputs=14336, projections=2, activation="silu"),
+    "Llama-3-8B, up, 64 rows": BASE._replace(
+        outputs=14336, projections=2, activation="silu", rows=64
+    ),
     "Llama-3-8B, up, 2048 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=128, blocks=16
+        outputs=14336, projections=2, activation="silu", rows=128, blocks=16
     ),
     "Llama-3-8B, down, 16 rows": BASE._replace(inputs=14336),
     "Llama-3-8B, down, 2048 rows": BASE._replace(inputs=14336, rows=128, blocks=16),
-    "Llama-3-8B, head, 16 rows": BASE._replace(outputs=128256, turned=True, out_dtype="float32"),
+    "Llama-3-8B, head, 16 rows": BASE._replace(
+        outputs=128256, transposed=True, out_dtype="float32"
+    ),
     "Llama-3-8B in int8, up, 16 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", **INT8
+        outputs=14336, projections=2, activation="silu", **INT8
     ),
     "Llama-3-8B in int8, up, 64 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=64, **INT8
+        outputs=14336, projections=2, activation="silu", rows=64, **INT8
     ),
     "Llama-3-8B in int8, up, 2048 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT8
+        outputs=14336, projections=2, activation="silu", rows=128, blocks=16, **INT8
     ),
     "Llama-3-8B in int4, up, 16 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", **INT4
+        outputs=14336, projections=2, activation="silu", **INT4
     ),
     "Llama-3-8B in int4, up, 64 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=64, **INT4
+        outputs=14336, projections=2, activation="silu", rows=64, **INT4
     ),
     "Llama-3-8B in int4-128, up, 2048 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT4 | {"group": 128}
+        outputs=14336,
+        projections=2,
+        activation="silu",
+        rows=128,
+        blocks=16,
+        **INT4 | {"group": 128},
     ),
     "Llama-3-8B in int4-128-zero, up, 64 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=64, **INT4 | {"group": 128, "zeros": True}
+        outputs=14336,
+        projections=2,
+        activation="silu",
+        rows=64,
+        **INT4 | {"group": 128, "zeros": True},
     ),
     "Llama-3-8B in int4-zero, up, 64 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=64, **INT4 | {"zeros": True}
+        outputs=14336, projections=2, activation="silu", rows=64, **INT4 | {"zeros": True}
     ),
     "Qwen3-30B-A3B in int4, down": BASE._replace(
-        blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT4
+        blocks=152,
+        experts=128,
+        inputs=768,
+        outputs=2048,
+        weighted=True,
+        out_dtype="float32",
+        **INT4,
     ),
     "Llama-3-8B in int8-weights, down, 64 rows": BASE._replace(inputs=14336, rows=64, codes="int8"),
     "Qwen3-30B-A3B in int8, down": BASE._replace(
-        blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT8
+        blocks=152,
+        experts=128,
+        inputs=768,
+        outputs=2048,
+        weighted=True,
+        out_dtype="float32",
+        **INT8,
     ),
     "Llama-3-8B in fp8, up, 64 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=64, **FP8
+        outputs=14336, projections=2, activation="silu", rows=64, **FP8
     ),
     "Llama-3-8B in fp8, up, 2048 rows": BASE._replace(
-        outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **FP8
+        outputs=14336, projections=2, activation="silu", rows=128, blocks=16, **FP8
     ),
     "Qwen3-30B-A3B in fp8, down": BASE._replace(
-        blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **FP8
+        blocks=152, experts=128, inputs=768, outputs=2048, weighted=True, out_dtype="float32", **FP8
     ),
     "Qwen3-30B-A3B, up": BASE._replace(
-        blocks=152, experts=128, inputs=2048, outputs=768, parts=2, activation="silu"
+        blocks=152, experts=128, inputs=2048, outputs=768, projections=2, activation="silu"
     ),
     "Qwen3-30B-A3B, down": BASE._replace(
-        blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32"
+        blocks=152, experts=128, inputs=768, outputs=2048, weighted=True, out_dtype="float32"
     ),
     "gpt-oss-20b, up": BASE._replace(
         blocks=46,
         experts=32,
         inputs=2880,
         outputs=2880,
-        parts=2,
+        projections=2,
         activation="silu",
         clamp=7.0,
         alpha=1.702,
@@ -976,7 +1003,7 @@ PRODUCTION = {
         experts=32,
         inputs=2880,
         outputs=2880,
-        parts=2,
+        projections=2,
         activation="silu",
         clamp=7.0,
         alpha=1.702,
@@ -990,7 +1017,7 @@ PRODUCTION = {
         inputs=2880,
         outputs=2880,
         bias=True,
-        weighed=True,
+        weighted=True,
         out_dtype="float32",
         codes="float4",
         group=32,
@@ -1001,7 +1028,7 @@ PRODUCTION = {
         experts=32,
         inputs=2880,
         outputs=2880,
-        parts=2,
+        projections=2,
         activation="silu",
         clamp=7.0,
         alpha=1.702,
@@ -1016,7 +1043,7 @@ PRODUCTION = {
         inputs=2880,
         outputs=2880,
         bias=True,
-        weighed=True,
+        weighted=True,
         out_dtype="float32",
     ),
 }
@@ -1033,26 +1060,26 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
 
     axes = (
         (s.outputs, s.inputs)
-        if s.turned
-        else (s.inputs // (2 if s.packed else 1), s.parts, s.outputs)
+        if s.transposed
+        else (s.inputs // (2 if s.packed else 1), s.projections, s.outputs)
     )
     stored = jnp.uint8 if s.packed else jnp.int8 if s.codes else jnp.bfloat16
     scale = jnp.uint8 if s.codes == "float4" else jnp.float16
     return shape.Operands(
         array(rows, s.steps * s.step),
         array(s.experts, *axes, dtype=stored),
-        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.bias else None,
-        array(rows, dtype=jnp.float32) if s.weighed else None,
+        array(s.experts, s.projections, s.outputs, dtype=jnp.float32) if s.bias else None,
+        array(rows, dtype=jnp.float32) if s.weighted else None,
         array(s.blocks, dtype=jnp.int32),
         array(1, dtype=jnp.int32),
-        array(s.experts, s.parts, s.outputs, dtype=jnp.float32)
+        array(s.experts, s.projections, s.outputs, dtype=jnp.float32)
         if s.codes and not s.packed
         else None,
         array(rows, dtype=jnp.float32) if s.rounded else None,
-        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=scale)
+        array(s.experts, s.inputs // s.group, s.projections, s.outputs, dtype=scale)
         if s.packed
         else None,
-        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=jnp.uint8)
+        array(s.experts, s.inputs // s.group, s.projections, s.outputs, dtype=jnp.uint8)
         if s.zeros
         else None,
     )
@@ -1104,7 +1131,7 @@ def test_compiles_for_hopper(name, steps):
 OTHERS = [
     name
     for name, s in PRODUCTION.items()
-    if not s.turned
+    if not s.transposed
     and (s.experts > 1 or s.codes)
     and s.rows in shape.block_sizes("triton", s.codes)
 ]

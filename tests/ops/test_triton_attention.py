@@ -55,7 +55,7 @@ FEW = ["gqa", "seven heads, a window", "int8", "float8, sinks"]
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Contexts are cut early."""
-    monkeypatch.setattr(triton_kernel, "SHORTEST", 64)
+    monkeypatch.setattr(triton_kernel, "MIN_SPAN", 64)
     jax.clear_caches()
 
 
@@ -205,10 +205,10 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, tmp_path,
 
     def test(module, kind):
         asked.append(module)
-        return {"decoding": self_test.Found(0.5, 0.5, 0, 6e-3)}
+        return {"decoding": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(self_test, "test", test)
-    monkeypatch.setattr(self_test, "folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test, "run_self_test", test)
+    monkeypatch.setattr(self_test, "results_folder", lambda: tmp_path)
     monkeypatch.setenv("QUIRE_MOSAIC", "")
     assert "pallas_call" not in str(traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64)))
     assert "quire.ops.attention.triton" in asked and "decoding by 5.0e-01" in caplog.text

@@ -19,7 +19,7 @@ from quire.ops import attention
 from quire.ops.attention import triton, xla
 from quire.ops.attention.accuracy import LARGEST_ERROR, arrays, attend, reference
 from quire.ops.gpu import device
-from quire.ops.gpu.self_test import Found
+from quire.ops.gpu.self_test import CaseResult
 from quire.scripts.gpu import attention as gpu_attention
 from quire.scripts.gpu import check as gpu_check
 from quire.scripts.gpu import pieces as gpu_pieces
@@ -282,7 +282,7 @@ def test_attention_by_itself(tmp_path, monkeypatch):
     report = PartReport(tmp_path / "right.json")
     gpu_attention.right(report, TINY, 3)
     assert report.found["decode, MHA"] < LARGEST_ERROR and "wrong" not in report.found
-    broken = Found(error=float("nan"), worst_row=0.0, other_bits=0, allowed=LARGEST_ERROR)
+    broken = CaseResult(error=float("nan"), worst_row=0.0, other_bits=0, allowed=LARGEST_ERROR)
     monkeypatch.setattr(gpu_attention, "measure_attention", lambda *given: broken)
     gpu_attention.right(report, TINY, 3)
     short = [work.name for work in RIGHT if work.length <= TINY.longest]

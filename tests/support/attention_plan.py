@@ -19,7 +19,7 @@ def tasks_of(shape: KernelShape, plan: Plan) -> list[list[Task]]:
 def contexts_of(shape: KernelShape, plan: Plan) -> list[list[CutContext]]:
     """Those of the same tasks; of one that is whole it says nothing."""
     return read(
-        shape, plan, lambda held, one: CutContext(*map(int, task.context_of(shape, held, one)))
+        shape, plan, lambda held, one: CutContext(*map(int, task.read_context(shape, held, one)))
     )
 
 

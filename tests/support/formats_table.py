@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from quire.model.checkpoint.gguf_folder import KEPT
 from quire.model.checkpoint.published import split_quantization
 from quire.ops import quant
-from quire.ops.linear.cpu import takes_bytes
+from quire.ops.linear.cpu import supports_int8_activations
 from quire.ops.linear.gpu_kernel import prepare
 from quire.ops.quant.compressed import Rounded
 from quire.ops.quant.grouped import CODES, Grouped
@@ -157,7 +157,7 @@ def on_hopper(node) -> str:
     """Whether the products' kernels for NVIDIA GPUs take it."""
     try:
         jax.eval_shape(
-            lambda weight: prepare.matrix(weight).array,
+            lambda weight: prepare.as_gpu_matrix(weight).array,
             jax.tree.map(lambda leaf: leaf.struct, node),
         )
     except NotImplementedError:
@@ -179,7 +179,7 @@ def formats() -> list[str]:
         if isinstance(node, Grouped):
             kernel = node.kernel
             bits = bits - (8 - CODES[node.code].bits) * (not node.packed)
-        if takes_bytes(kernel, getattr(node, "group", SIZE)):
+        if supports_int8_activations(kernel, getattr(node, "group", SIZE)):
             rounds += ", int8 on request"
         splits = "yes" if quant.splits(name) else "no"
         rows.append(

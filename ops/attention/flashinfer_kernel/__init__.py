@@ -1,3 +1,1 @@
-"""Attention by FlashInfer's kernels for NVIDIA GPUs: what they are told, and how they are built and
-called.
-"""
+"""FlashInfer's attention kernels for NVIDIA GPUs: their plan for a step, their build and call."""

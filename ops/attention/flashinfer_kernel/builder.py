@@ -1,6 +1,4 @@
-"""Builds one of FlashInfer's kernels, and prints where it lies; a program of its own (`library.py`
-runs it).
-"""
+"""A program that builds one of FlashInfer's kernels and prints its path; `library.py` runs it."""
 
 import json
 import sys
@@ -17,9 +15,7 @@ PLAIN = "DefaultAttention"
 
 
 def build(kernel: Kernel) -> Path:
-    """FlashInfer's kernel for attention over pages, of the second FlashAttention, without what no
-    step asks for.
-    """
+    """Build FlashInfer's FlashAttention-2 kernel for paged attention, with the kernel's options."""
     dtype = getattr(torch, kernel.dtype)
     if kernel.sinks:
         variant = SINKS

@@ -1,7 +1,6 @@
-"""FlashInfer's kernels as functions that a compiled step calls: built by nvcc once, and known to
-XLA by jax-tvm-ffi.
+"""Builds FlashInfer's kernels with nvcc, once, and registers them with XLA through jax-tvm-ffi.
 
-A process of its own builds them (`builder.py`): FlashInfer's builder imports torch, which nothing
+A subprocess builds them (`builder.py`), because FlashInfer's builder imports torch, which nothing
 else here needs.
 """
 
@@ -17,28 +16,28 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-KNOWN = "0.7.2.post1"  # the version of FlashInfer whose arguments these are
+KNOWN = "0.7.2.post1"  # the version of FlashInfer for which the arguments are correct
 PACKAGES = "flashinfer-python", "jax-tvm-ffi"
 REMEDY = "pip install 'quire[flashinfer]'"
 PLATFORM = "gpu"
 BUILDER = f"{__package__}.builder"
-SECONDS = 1800  # for a build: four files of templates
-CAUSAL = 1  # FlashInfer's MaskMode and QKVLayout
-POSITION_MAJOR = 0
+SECONDS = 1800  # timeout of a build, which compiles four files of templates
+CAUSAL = 1  # of FlashInfer's MaskMode
+POSITION_MAJOR = 0  # of FlashInfer's QKVLayout
 log = logging.getLogger("quire")
 ARGUMENTS = ["args", "rets", "attrs.info", "attrs.window_left", "attrs.soft_cap", "attrs.scale"]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What nvcc builds a kernel for."""
+    """The compile-time options of a kernel."""
 
     dtype: str
-    width: int
+    width: int  # of a head
     window: bool
     soft_cap: bool
     sinks: bool
-    capability: str  # "8.0"
+    capability: str  # compute capability, such as "8.0"
 
     @property
     def name(self) -> str:
@@ -47,22 +46,26 @@ class Kernel:
 
 
 def missing() -> str | None:
-    """What is to be installed; None: nothing."""
+    """Which package is missing or of an unknown version, and the remedy; None if all are there."""
     for package in PACKAGES:
         try:
-            found = version(package)
+            installed = version(package)
         except PackageNotFoundError:
             return f"{package} is not installed: {REMEDY}"
-        if package == "flashinfer-python" and found != KNOWN:
+        if package == "flashinfer-python" and installed != KNOWN:
             return (
-                f"{package} is of version {found}, and the arguments of {KNOWN} are known: {REMEDY}"
+                f"{package} is of version {installed}, and the arguments of {KNOWN} are known: "
+                f"{REMEDY}"
             )
     return None
 
 
 @cache
 def target(kernel: Kernel) -> str:
-    """The name by which XLA calls the kernel; NotImplementedError where it cannot be built."""
+    """Build and register the kernel; the name of its FFI target.
+
+    Raises NotImplementedError if the kernel cannot be built.
+    """
     import jax_tvm_ffi  # pyright: ignore[reportMissingImports]
 
     path, reason = built(kernel)
@@ -71,7 +74,7 @@ def target(kernel: Kernel) -> str:
     name = f"quire.flashinfer.{kernel.name}.{kernel.capability}"
     jax_tvm_ffi.register_ffi_target(
         name,
-        called(load(path), kernel.sinks),
+        wrap_for_xla(load(path), kernel.sinks),
         ARGUMENTS,
         PLATFORM,
         allow_cuda_graph=True,
@@ -81,21 +84,20 @@ def target(kernel: Kernel) -> str:
 
 
 def load(path: str) -> Callable[..., None]:
-    """FlashInfer's BatchPrefillWithPagedKVCacheRun."""
+    """Load a library; FlashInfer's function BatchPrefillWithPagedKVCacheRun."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
 
     return tvm_ffi.load_module(path).paged_run
 
 
-def called(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
-    """The function that XLA calls with a step's arrays, which are put into FlashInfer's order."""
+def wrap_for_xla(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
+    """Wrap FlashInfer's function: the result takes arguments in XLA's order."""
 
-    def call(q, k, v, words, starts, first_page, pages, last_page, *rest):
-        *rest, out, scratch, info, window_left, soft_cap, scale = rest
-        assert len(rest) == sinks
-        # the logarithms of sums are not asked for; nothing starts before it is its turn
-        sums = None
-        together = False
+    def call(q, k, v, words, starts, first_page, pages, last_page, *arguments):
+        *sink_arrays, out, scratch, info, window_left, soft_cap, scale = arguments
+        assert len(sink_arrays) == sinks
+        log_sums = None  # optional results that are not needed
+        enable_pdl = False
         run(
             scratch,
             words,
@@ -108,12 +110,12 @@ def called(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
             pages,
             last_page,
             out,
-            sums,
+            log_sums,
             CAUSAL,
             POSITION_MAJOR,
             window_left,
-            together,
-            *rest,
+            enable_pdl,
+            *sink_arrays,
             soft_cap,
             scale,
         )
@@ -123,14 +125,14 @@ def called(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
 
 @cache
 def built(kernel: Kernel) -> tuple[str, str | None]:
-    """(the library's path, why there is none)."""
+    """Build the kernel with nvcc: (path of the library, None), or ("", reason) if that fails."""
     log.info(
         "building FlashInfer's kernel with nvcc, which takes some minutes the first time: %s",
         kernel.name,
     )
     command = [sys.executable, "-P", "-m", BUILDER, json.dumps(asdict(kernel))]
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    env = {"FLASHINFER_CUDA_ARCH_LIST": kernel.capability, **os.environ, "PYTHONPATH": path}
+    python_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    env = {"FLASHINFER_CUDA_ARCH_LIST": kernel.capability, **os.environ, "PYTHONPATH": python_path}
     with subprocess.Popen(
         command,
         env=env,
@@ -141,16 +143,16 @@ def built(kernel: Kernel) -> tuple[str, str | None]:
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=SECONDS)
+            stdout, stderr = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return "", f"nvcc did not build FlashInfer's kernel within {SECONDS} s"
         finally:
             with suppress(ProcessLookupError):
-                # with the compilers that it has started, whatever ended this
+                # also the compilers that the subprocess has started
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        wrong = [line for line in (out + err).splitlines() if "rror" in line]
-        why = wrong[-1] if wrong else f"status {process.returncode}"
-        return "", f"FlashInfer's kernel could not be built, which takes nvcc and g++: {why}"
-    said = [line for line in out.splitlines() if line.strip()]
-    return said[-1], None
+        error_lines = [line for line in (stdout + stderr).splitlines() if "rror" in line]
+        reason = error_lines[-1] if error_lines else f"status {process.returncode}"
+        return "", f"FlashInfer's kernel could not be built, which takes nvcc and g++: {reason}"
+    output_lines = [line for line in stdout.splitlines() if line.strip()]
+    return output_lines[-1], None

@@ -1,9 +1,10 @@
-"""What FlashInfer's paged kernel is told about a step: who computes what, made on the device from
-the step's arrays.
+"""Plans FlashInfer's paged kernel on the device: assigns the work of a step to work items.
 
-FlashInfer's own planner runs on the host and knows a step's lengths. Here sizes are bounds that a
-compiled step has, as when FlashInfer is used within CUDA graphs, and all that changes is arrays. C:
-work items, a tile of a sequence's rows and a part of its keys each.
+FlashInfer's own planner runs on the host and knows the lengths of the sequences. Here, as in
+FlashInfer's mode for CUDA graphs, sizes are upper bounds for a compiled step, and everything that
+changes from step to step is in arrays. Names of lists are FlashInfer's.
+
+Dimensions: C work items, each a tile of a sequence's rows and a chunk of its keys.
 """
 
 import math
@@ -14,31 +15,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PART = 128  # keys, at least, of a part of a context
-EACH = 2  # items that a processor computes at once
+MIN_CHUNK = 128  # keys of the smallest chunk of a context
+ITEMS_PER_PROCESSOR = 2  # work items that a processor runs at once
 
 
 class Plan(NamedTuple):
-    """The arrays that the kernel reads beside queries and pages, all of int32."""
+    """The int32 arrays that the kernel reads beside queries and pages."""
 
-    words: Any  # the lists of `PlanShape.places`
-    starts_B1: Any  # the first row of each sequence
-    first_page_B1: Any  # of each sequence, in `pages`
-    pages: Any  # [B * M]: each sequence's pages, one sequence after the other
-    last_page_B: Any  # positions that the last page of each sequence has
+    words: Any  # the lists named in `PlanShape.offsets`, concatenated
+    starts_B1: Any  # first row of each sequence
+    first_page_B1: Any  # index in `pages` of the first page of each sequence
+    pages: Any  # [B * M]: page numbers of all sequences, concatenated
+    last_page_B: Any  # number of positions in the last page of each sequence
 
 
 @dataclass(frozen=True)
 class PlanShape:
-    """What a step is compiled for."""
+    """The sizes for which a step is compiled, and the bounds that follow from them."""
 
     rows: int
     sequences: int
     heads: int
     kv_heads: int
-    width: int
-    page: int
-    table: int  # pages of a sequence, at most
+    width: int  # of a head
+    page: int  # positions of a page
+    table: int  # maximum number of pages of a sequence
     window: int | None
     processors: int
 
@@ -49,9 +50,7 @@ class PlanShape:
 
     @property
     def tile(self) -> int:
-        """Pairs of a row and a head that an item computes, by FlashInfer's rule for the average
-        sequence.
-        """
+        """Pairs of row and head of a tile, by FlashInfer's rule for sequences of average length."""
         pairs = self.rows * self.group // self.sequences
         if pairs <= 16:
             return 16
@@ -59,180 +58,176 @@ class PlanShape:
 
     @property
     def tiles(self) -> int:
-        """The most tiles that a step can have: a sequence's last one may be filled in part."""
-        gap = self.tile - math.gcd(self.group, self.tile)
-        return (self.rows * self.group + min(self.sequences, self.rows) * gap) // self.tile
+        """Maximum number of tiles in a step; the last tile of a sequence may be partly filled."""
+        max_padding = self.tile - math.gcd(self.group, self.tile)
+        return (self.rows * self.group + min(self.sequences, self.rows) * max_padding) // self.tile
 
     @property
     def items(self) -> int:
-        """Room for all tiles, and for as many parts besides as processors can compute at once."""
-        return self.tiles + max(1, EACH * self.processors // self.kv_heads)
+        """Maximum number of work items: all tiles, and additional chunks for idle processors."""
+        return self.tiles + max(1, ITEMS_PER_PROCESSOR * self.processors // self.kv_heads)
 
     @property
-    def parts(self) -> int:
-        """The most results of a row and a part of its keys."""
+    def partial_results(self) -> int:
+        """Maximum number of partial results, one for each row and chunk."""
         return self.items * self.tile // self.group
 
     @property
-    def unit(self) -> int:
-        """Keys: a part of a context has a multiple of them."""
-        return max(PART // self.page, 1) * self.page
+    def chunk_unit(self) -> int:
+        """The size of a chunk is a multiple of this number of keys."""
+        return max(MIN_CHUNK // self.page, 1) * self.page
 
     @property
     def window_left(self) -> int:
-        """Keys that a row sees before its own; -1: all."""
+        """Keys before its own to which a row attends; -1: all."""
         return -1 if self.window is None else self.window - 1
 
     @property
-    def places(self) -> dict[str, int]:
-        """Where each list begins in the words of a plan, and where the last ends; at multiples of
-        16 bytes.
-        """
+    def offsets(self) -> dict[str, int]:
+        """Offset of each list in `Plan.words`, aligned to 16 bytes; "end" is the total size."""
         sizes = {
-            "sequence": self.items,
-            "tile": self.items,
-            "part": self.items,
-            "first_result": self.sequences + 1,
-            "keys_a_part": 1,
-            "rows": 1,
-            "results_before": self.rows + 1,
-            "counts": -(-self.items // 4),
+            "request_indices": self.items,
+            "qo_tile_indices": self.items,
+            "kv_tile_indices": self.items,
+            "o_indptr": self.sequences + 1,
+            "kv_chunk_size": 1,
+            "total_num_rows": 1,
+            "merge_indptr": self.rows + 1,
+            "block_valid_mask": -(-self.items // 4),
             "end": 0,
         }
-        places = {}
-        at = 0
+        offsets = {}
+        offset = 0
         for name, size in sizes.items():
-            places[name], at = at, at + -(-size // 4) * 4
-        return places
+            offsets[name] = offset
+            offset += -(-size // 4) * 4
+        return offsets
 
     @property
     def scratch(self) -> int:
-        """float32 numbers of room for parts' results, of two bytes a number, and their sums."""
-        return self.scores + self.parts * self.heads
+        """Size of the scratch in float32: partial results (2 bytes a number) and their log-sums."""
+        return self.scores + self.partial_results * self.heads
 
     @property
     def scores(self) -> int:
-        """Where in the scratch the logarithms of sums begin."""
-        return -(-self.parts * self.heads * self.width // 8) * 4
+        """Offset of the log-sum-exps in the scratch, in float32 numbers."""
+        return -(-self.partial_results * self.heads * self.width // 8) * 4
 
     @property
     def info(self) -> np.ndarray:
-        """FlashInfer's PrefillPlanInfo: places in bytes, and that a step is made for a CUDA graph
-        and for parts.
-        """
-        at = {name: 4 * place for name, place in self.places.items()}
+        """FlashInfer's PrefillPlanInfo with byte offsets, for CUDA graphs and split contexts."""
+        byte_offset = {name: 4 * offset for name, offset in self.offsets.items()}
         lists = [
-            at[name]
+            byte_offset[name]
             for name in (
-                "sequence",
-                "tile",
-                "part",
-                "results_before",
-                "first_result",
-                "keys_a_part",
+                "request_indices",
+                "qo_tile_indices",
+                "kv_tile_indices",
+                "merge_indptr",
+                "o_indptr",
+                "kv_chunk_size",
             )
         ]
-        graph = 1
-        split = 1
+        enable_cuda_graph = 1
+        split_kv = 1
         return np.array(
             [
                 self.items,
                 self.rows,
-                at["rows"],
+                byte_offset["total_num_rows"],
                 self.tile,
                 *lists,
                 0,
                 4 * self.scores,
-                at["counts"],
-                graph,
-                split,
+                byte_offset["block_valid_mask"],
+                enable_cuda_graph,
+                split_kv,
             ],
             np.int64,
         )
 
 
 def make_plan(shape: PlanShape, rows) -> Plan:
-    """The plan of a step, from the arrays that describe it."""
+    """Make the plan of a step."""
     B = shape.sequences
     T = shape.rows
     P = shape.page
     starts_B1 = rows.starts_B1
     rows_B = starts_B1[1:] - starts_B1[:-1]
-    there_B = rows_B > 0
+    has_rows_B = rows_B > 0
     newest_B = rows.positions_T[jnp.clip(starts_B1[1:] - 1, 0, T - 1)]
-    length_B = jnp.where(there_B, newest_B + 1, 0)
+    length_B = jnp.where(has_rows_B, newest_B + 1, 0)
     tiles_B = -(-rows_B * shape.group // shape.tile)
-    # As the kernel counts: the keys of a window and of a tile's rows, counted as if each pair were
-    # one.
-    seen_B = (
+    # As in the kernel: the keys of the window plus one key for each pair of row and head of a tile.
+    visible_B = (
         length_B if shape.window is None else jnp.minimum(length_B, shape.window_left + shape.tile)
     )
-    units_B = -(-seen_B // shape.unit)
-    spare = shape.items - jnp.sum(tiles_B)
-    # The parts of all tiles are at most sum(tiles * (units / part + 1)), which then fit into the
-    # items.
-    part = jnp.maximum(-(-jnp.sum(tiles_B * units_B) // spare), 1)
-    parts_B = jnp.where(there_B, -(-units_B // part), 0)
+    units_B = -(-visible_B // shape.chunk_unit)
+    spare_items = shape.items - jnp.sum(tiles_B)
+    # All chunks are at most sum(tiles * (units / chunk_units + 1)), so they fit into the items.
+    chunk_units = jnp.maximum(-(-jnp.sum(tiles_B * units_B) // spare_items), 1)
+    chunks_B = jnp.where(has_rows_B, -(-units_B // chunk_units), 0)
 
-    end_B = jnp.cumsum(tiles_B * parts_B)
+    end_B = jnp.cumsum(tiles_B * chunks_B)
     item_C = jnp.arange(shape.items)
     seq_C = jnp.minimum(jnp.searchsorted(end_B, item_C, side="right", method="compare_all"), B - 1)
-    inside_C = item_C - (end_B - tiles_B * parts_B)[seq_C]
-    each_C = jnp.maximum(parts_B[seq_C], 1)
+    index_C = item_C - (end_B - tiles_B * chunks_B)[seq_C]
+    chunks_C = jnp.maximum(chunks_B[seq_C], 1)
 
-    first_result_B1 = after(jnp.cumsum(rows_B * parts_B))
+    first_result_B1 = prepend_zero(jnp.cumsum(rows_B * chunks_B))
     row_T = jnp.arange(T + 1)
     seq_T = jnp.minimum(
         jnp.searchsorted(starts_B1[1:], row_T, side="right", method="compare_all"), B - 1
     )
-    owned_T = row_T < starts_B1[-1]
-    before_T = first_result_B1[seq_T] + (row_T - starts_B1[seq_T]) * parts_B[seq_T]
+    is_owned_T = row_T < starts_B1[-1]
+    result_T = first_result_B1[seq_T] + (row_T - starts_B1[seq_T]) * chunks_B[seq_T]
 
     lists = {
-        "sequence": seq_C,
-        "tile": inside_C // each_C,
-        "part": inside_C % each_C,
-        "first_result": first_result_B1,
-        "keys_a_part": part[None] * shape.unit,
-        "rows": starts_B1[-1:],
-        "results_before": jnp.where(owned_T, before_T, first_result_B1[-1]),
-        "counts": as_words(item_C < end_B[-1]),
+        "request_indices": seq_C,
+        "qo_tile_indices": index_C // chunks_C,
+        "kv_tile_indices": index_C % chunks_C,
+        "o_indptr": first_result_B1,
+        "kv_chunk_size": chunk_units[None] * shape.chunk_unit,
+        "total_num_rows": starts_B1[-1:],
+        "merge_indptr": jnp.where(is_owned_T, result_T, first_result_B1[-1]),
+        "block_valid_mask": as_words(item_C < end_B[-1]),
     }
-    places = shape.places
-    ends = [*places.values()][1:]
-    padded = [
-        jnp.pad(found.astype(jnp.int32), (0, end - places[name] - found.shape[0]))
-        for (name, found), end in zip(lists.items(), ends, strict=True)
+    offsets = shape.offsets
+    list_ends = [*offsets.values()][1:]
+    padded_lists = [
+        jnp.pad(values.astype(jnp.int32), (0, end - offsets[name] - values.shape[0]))
+        for (name, values), end in zip(lists.items(), list_ends, strict=True)
     ]
     pages_B = -(-length_B // P)
     return Plan(
-        jnp.concatenate(padded),
+        jnp.concatenate(padded_lists),
         starts_B1,
-        *one_after_the_other(rows.tables_BM, pages_B),
+        *concatenate_tables(rows.tables_BM, pages_B),
         length_B - (pages_B - 1) * P,
     )
 
 
-def after(ends_B):
-    """Where each begins, and where the last ends."""
-    return jnp.concatenate([jnp.zeros(1, ends_B.dtype), ends_B]).astype(jnp.int32)
+def prepend_zero(cumulative_B):
+    """A cumulative sum with a leading zero: where each sequence begins, and where the last ends."""
+    return jnp.concatenate([jnp.zeros(1, cumulative_B.dtype), cumulative_B]).astype(jnp.int32)
 
 
 def as_words(flags_C):
-    """Flags of a byte each, four to a word."""
+    """Pack flags of a byte each into int32 words."""
     bytes_C = jnp.pad(flags_C.astype(jnp.uint8), (0, -flags_C.shape[0] % 4))
     return jax.lax.bitcast_convert_type(bytes_C.reshape(-1, 4), jnp.int32)
 
 
-def one_after_the_other(tables_BM, pages_B):
-    """(where each sequence's pages begin, all pages): without the room that tables have at
-    their ends.
+def concatenate_tables(tables_BM, pages_B):
+    """Concatenate the used parts of the page tables.
+
+    Returns:
+        (first_page_B1, pages): where each sequence begins, and the page numbers [B * M].
     """
     B, M = tables_BM.shape
-    first_B1 = after(jnp.cumsum(pages_B))
+    first_B1 = prepend_zero(jnp.cumsum(pages_B))
     page_M = jnp.arange(M)
-    # What is not a sequence's goes to places past the end, of which no two are equal, and is
-    # dropped.
+    # Unused entries go to unique places past the end, where they are dropped.
     past_BM = B * M + jnp.arange(B * M).reshape(B, M)
     place_BM = jnp.where(page_M < pages_B[:, None], first_B1[:-1, None] + page_M, past_BM)
     flat = jnp.zeros(B * M, jnp.int32).at[place_BM.reshape(-1)]

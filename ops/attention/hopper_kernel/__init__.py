@@ -1,3 +1,1 @@
-"""The attention kernels for NVIDIA GPUs (Hopper and later), in Pallas; docs/kernels.md explains
-them.
-"""
+"""The attention kernel for NVIDIA Hopper GPUs, in Pallas; docs/kernels.md explains it."""

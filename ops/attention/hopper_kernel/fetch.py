@@ -1,6 +1,4 @@
-"""The producer: one warpgroup that copies queries, and keys and values block by block, into shared
-memory.
-"""
+"""The producer warpgroup: copies queries, and blocks of keys and values, into shared memory."""
 
 import functools
 
@@ -14,84 +12,98 @@ from .task import Inputs, KernelShape, Plan, Task, each_task
 
 
 def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, plan: Plan) -> None:
-    """Copy what this processor's tasks need, in their order; return when all of it has been
-    used.
+    """Copy the data of this processor's tasks, in order.
+
+    Returns when the multiplying warpgroups have read all of it.
     """
     step = each_task(shape, plan, functools.partial(fetch, shape, inputs, shared))
 
     @pl.when(step > 0)
     def _():
-        plgpu.barrier_wait(shared.q_free)
+        plgpu.barrier_wait(shared.q_empty)
 
-    def emptied(slot, _):
-        plgpu.barrier_wait(shared.k_free.at[slot])
+    def wait_for_slot(slot, _):
+        plgpu.barrier_wait(shared.k_empty.at[slot])
         if shared.v_ref is not None:
-            plgpu.barrier_wait(shared.v_free.at[slot])
+            plgpu.barrier_wait(shared.v_empty.at[slot])
 
-    lax.fori_loop(0, jnp.minimum(step, shape.stages), emptied, None)
+    lax.fori_loop(0, jnp.minimum(step, shape.stages), wait_for_slot, None)
 
 
 def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, step):
-    """Copy the queries of a task, and its keys and values as there is room for them.
+    """Copy the queries of a task, and its keys and values as buffers become empty.
 
-    The first blocks are copied before the queries, whose place is free only when the task before
-    has ended.
+    The first blocks are copied before the queries, whose buffer becomes empty only at the end of
+    the task before.
     """
     group = shape.group
     piece = shape.piece
     kv_head = task.kv_head(shape)
-    ahead = jnp.minimum(task.first + shape.stages - 1, task.last)
+    prefetched = jnp.minimum(task.first + shape.stages - 1, task.last)
 
-    def queries():
+    def copy_queries():
         @pl.when(task.number > 0)
         def _():
-            plgpu.barrier_wait(shared.q_free)
+            plgpu.barrier_wait(shared.q_empty)
 
         def position(n, _):
             tile = lax.div(n, jnp.int32(shape.positions))
-            p = lax.rem(n, jnp.int32(shape.positions))
+            index_in_tile = lax.rem(n, jnp.int32(shape.positions))
             row = jnp.minimum(task.row + n, shape.rows - 1)
-            source = inputs.q.at[row, pl.ds(task.part * group, group)]
+            source = inputs.q.at[row, pl.ds(task.head_tile * group, group)]
             plgpu.copy_gmem_to_smem(
-                source, shared.q_ref.at[tile, pl.ds(p * group, group)], shared.q_here
+                source, shared.q_ref.at[tile, pl.ds(index_in_tile * group, group)], shared.q_full
             )
 
         lax.fori_loop(0, shape.tiles * shape.positions, position, None)
 
-    starts = range(0, shape.block, piece)
+    piece_starts = range(0, shape.block, piece)
 
-    def pages(b):
-        """The page of each piece of a block; past the table's end the last page."""
-        ats = [lax.div(b * shape.block + start, jnp.int32(shape.page)) for start in starts]
-        return [inputs.tables[task.seq, jnp.minimum(at, inputs.tables.shape[1] - 1)] for at in ats]
+    def read_page_ids(b):
+        """The page number of each piece of a block; past the table's end that of the last page."""
+        indices = [
+            lax.div(b * shape.block + start, jnp.int32(shape.page)) for start in piece_starts
+        ]
+        return [
+            inputs.tables[task.seq, jnp.minimum(at, inputs.tables.shape[1] - 1)] for at in indices
+        ]
 
-    def block(b, carry):
-        step, *found = carry
-        following = pages(b + 1)  # read ahead: no copy waits for the table
+    def fetch_block(b, carry):
+        step, *page_ids = carry
+        next_page_ids = read_page_ids(b + 1)  # prefetched, so that no copy waits for the table
         slot = lax.rem(step, jnp.int32(shape.stages))
 
-        def bring(source, scale, target, scale_target, here, free):
+        def copy_block(source, scale, target, scale_target, full, empty):
             @pl.when(step >= shape.stages)
             def _():
-                plgpu.barrier_wait(free.at[slot])
+                plgpu.barrier_wait(empty.at[slot])
 
-            for start, page in zip(starts, found, strict=True):
-                inside = pl.ds(lax.rem(b * shape.block + start, jnp.int32(shape.page)), piece)
-                to = slot, pl.ds(start, piece)
+            for start, page in zip(piece_starts, page_ids, strict=True):
+                offsets = pl.ds(lax.rem(b * shape.block + start, jnp.int32(shape.page)), piece)
+                place = slot, pl.ds(start, piece)
                 plgpu.copy_gmem_to_smem(
-                    source.at[page, inside, kv_head], target.at[to], here.at[slot]
+                    source.at[page, offsets, kv_head], target.at[place], full.at[slot]
                 )
                 if scale is not None:
                     plgpu.copy_gmem_to_smem(
-                        scale.at[page, kv_head, inside], scale_target.at[to], here.at[slot]
+                        scale.at[page, kv_head, offsets], scale_target.at[place], full.at[slot]
                     )
 
-        bring(inputs.k, inputs.k_scale, shared.k_ref, shared.k_scale, shared.k_here, shared.k_free)
+        copy_block(
+            inputs.k, inputs.k_scale, shared.k_ref, shared.k_scale, shared.k_full, shared.k_empty
+        )
         if shared.v_ref is not None:
-            bring(
-                inputs.v, inputs.v_scale, shared.v_ref, shared.v_scale, shared.v_here, shared.v_free
+            copy_block(
+                inputs.v,
+                inputs.v_scale,
+                shared.v_ref,
+                shared.v_scale,
+                shared.v_full,
+                shared.v_empty,
             )
-        pl.when(b == ahead)(queries)
-        return step + 1, *following
+        pl.when(b == prefetched)(copy_queries)
+        return step + 1, *next_page_ids
 
-    return lax.fori_loop(task.first, task.last + 1, block, (step, *pages(task.first)))[0]
+    return lax.fori_loop(
+        task.first, task.last + 1, fetch_block, (step, *read_page_ids(task.first))
+    )[0]

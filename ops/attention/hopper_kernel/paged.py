@@ -1,6 +1,4 @@
-"""Attention over pages: shares out the work, runs it, and merges the spans of contexts that
-were cut.
-"""
+"""Attention over pages: partitions the work, runs it, and merges the spans of cut contexts."""
 
 from typing import Any
 
@@ -15,35 +13,42 @@ from .ragged import run_tasks
 from .task import ROWS, Inputs, KernelShape, Plan, Share, saved_rows
 
 BLOCK = 64  # keys of a block
-A_TASK = 2  # blocks that could be computed while a task begins and ends
-# shares of whole tasks are taken if the largest is no more than an eighth above the even one
+TASK_OVERHEAD = 2  # cost of the beginning and end of a task, in blocks
+# contexts are cut only if without cuts the largest share would be above average by more than 1/8
 UNEVEN = 8
 
 
 def attend(q_TNH, pages, rows, sinks_N, *, processors: int, interpret: Any = None, **options):
-    """[T, N, values]; padding rows are zero. For the options see `shape_of`."""
-    shape = shape_of(
+    """Attend to pages that hold all rows' keys and values.
+
+    Args:
+        options: See `make_kernel_shape`.
+
+    Returns:
+        [T, N, values]; padding rows are zero.
+    """
+    shape = make_kernel_shape(
         q_TNH, pages, rows, sinks=sinks_N is not None, processors=processors, **options
     )
-    shared = plan(shape, rows)
+    work_plan = plan(shape, rows)
     arrivals = new_arrivals(processors) if rows.arrivals is None else rows.arrivals
     inputs = Inputs(
         q_TNH, as_bytes(pages.k_PSKH), as_bytes(pages.v_PSKH), pages.k_scale_PKS, pages.v_scale_PKS,
         None if sinks_N is None else sinks_N.astype(jnp.float32) * LOG2_E, rows.tables_BM,
-        arrivals if shape.merges else None,
+        arrivals if shape.merges_in_kernel else None,
     )  # fmt: skip
-    saved, out_TNH = run_tasks(shape, inputs, shared, interpret=interpret)
-    if shape.cut and not shape.merges:
-        out_TNH = merge_spans(shape, saved, out_TNH, inputs.sinks, shared, interpret=interpret)
+    saved, out_TNH = run_tasks(shape, inputs, work_plan, interpret=interpret)
+    if shape.cut and not shape.merges_in_kernel:
+        out_TNH = merge_spans(shape, saved, out_TNH, inputs.sinks, work_plan, interpret=interpret)
     return out_TNH
 
 
 def new_arrivals(processors: int):
-    """A reference to zeros, for all the layers of a step."""
+    """Counters for `QueryRows.arrivals`, in global memory of the GPU."""
     return jax.new_ref(jnp.zeros(processors, jnp.int32), memory_space=plgpu.GMEM)
 
 
-def shape_of(
+def make_kernel_shape(
     q_TNH,
     pages,
     rows,
@@ -55,18 +60,20 @@ def shape_of(
     sinks: bool,
     processors: int,
 ) -> KernelShape:
-    """What the kernels are compiled for, from the shapes of their arrays; `values`: of values
-    within keys (MLA).
+    """Make the static parameters of the kernel from the shapes of its arrays.
+
+    Args:
+        values: Width of the values, if they are part of the keys (MLA).
     """
     T, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
     latent = pages.v_PSKH is None
     codes = None if pages.k_scale_PKS is None else str(pages.k_PSKH.dtype)
-    decodes = T == B  # mostly one row a sequence, and one row a tile
+    is_decode = T == B  # most sequences have one row, and tiles have one row
     return KernelShape(
         rows=T,
-        positions=1 if decodes else ROWS // min(N // K, ROWS),
+        positions=1 if is_decode else ROWS // min(N // K, ROWS),
         heads=N,
         kv_heads=K,
         width=H,
@@ -76,17 +83,17 @@ def shape_of(
         block=BLOCK,
         codes=codes,
         processors=processors,
-        warpgroups=2 if latent or not (decodes or codes or H > 128) else 1,
+        warpgroups=2 if latent or not (is_decode or codes or H > 128) else 1,
         window=window,
         scale=scale,
         soft_cap=soft_cap,
         sinks=sinks,
-        reach=min(M * S, window or M * S),
+        max_keys=min(M * S, window or M * S),
     )
 
 
 def as_bytes(pages):
-    """Codes of eight bits as int8, which kernels can copy."""
+    """View 8-bit codes as int8, which kernels can copy."""
     return (
         jax.lax.bitcast_convert_type(pages, jnp.int8)
         if pages is not None and pages.dtype.itemsize == 1
@@ -95,14 +102,14 @@ def as_bytes(pages):
 
 
 def plan(shape: KernelShape, rows) -> Plan:
-    """Tiles, and an even share of their blocks for each processor.
+    """Partition the work of a step: tiles, and an even share of their blocks for each processor.
 
-    C tiles, R shares and one more.
+    Dimensions: C tiles, R processors, F fields.
     """
     T = shape.rows
     J = shape.block
-    starts, each = stretches(shape, rows)
-    row_CQ, piece_C, valid_CQ = tiles(starts, T, shape.positions * shape.tiles)
+    piece_starts, pieces_per_sequence = split_at_stretches(shape, rows)
+    row_CQ, piece_C, valid_CQ = tiles(piece_starts, T, shape.positions * shape.tiles)
     row_C = row_CQ[:, 0]
     count_C = jnp.sum(valid_CQ, axis=1, dtype=jnp.int32)
     position_C = rows.positions_T[jnp.minimum(row_C, T - 1)]
@@ -114,46 +121,58 @@ def plan(shape: KernelShape, rows) -> Plan:
     )
     first_C = oldest_C // J
     span_C = span_blocks(shape, position_C)
-    there_C = count_C > 0
-    fields = row_C, count_C, piece_C // each, position_C, first_C, last_C, span_C
+    is_used_C = count_C > 0
+    fields = row_C, count_C, piece_C // pieces_per_sequence, position_C, first_C, last_C, span_C
     tiles_CF = jnp.stack(fields, axis=1).astype(jnp.int32)
-    cost_C = jnp.where(there_C, last_C - first_C + 1 + A_TASK, 0)
-    shares_RF = shares(shape, tiles_CF, cost_C, jnp.sum(there_C, dtype=jnp.int32))
+    cost_C = jnp.where(is_used_C, last_C - first_C + 1 + TASK_OVERHEAD, 0)
+    shares_RF = make_shares(shape, tiles_CF, cost_C, jnp.sum(is_used_C, dtype=jnp.int32))
     return Plan(tiles_CF, shares_RF, rows.starts_B1[-1:])
 
 
-def stretches(shape: KernelShape, rows):
-    """(starts of pieces of sequences, pieces of each): where spans may become longer, a tile
-    ends.
+def split_at_stretches(shape: KernelShape, rows):
+    """Split sequences where spans may become longer, so that a tile has spans of one length.
+
+    Returns:
+        (starts of all pieces, number of pieces of each sequence).
     """
-    each = -(-shape.rows // shape.stretch) + 1 if shape.reach > shape.stretch else 1
+    pieces_per_sequence = (
+        -(-shape.rows // shape.stretch) + 1 if shape.max_keys > shape.stretch else 1
+    )
     start_B = rows.starts_B1[:-1]
     end_B = rows.starts_B1[1:]
-    left_B = shape.stretch - rows.positions_T[jnp.minimum(start_B, shape.rows - 1)] % shape.stretch
-    more = [jnp.minimum(start_B + left_B + n * shape.stretch, end_B) for n in range(each - 1)]
-    starts = jnp.stack([start_B, *more], axis=1).reshape(-1)
-    return jnp.concatenate([starts, rows.starts_B1[-1:]]), each
+    position_B = rows.positions_T[jnp.minimum(start_B, shape.rows - 1)]
+    to_boundary_B = shape.stretch - position_B % shape.stretch
+    cut_points = [
+        jnp.minimum(start_B + to_boundary_B + n * shape.stretch, end_B)
+        for n in range(pieces_per_sequence - 1)
+    ]
+    starts = jnp.stack([start_B, *cut_points], axis=1).reshape(-1)
+    return jnp.concatenate([starts, rows.starts_B1[-1:]]), pieces_per_sequence
 
 
 def span_blocks(shape: KernelShape, position_C):
-    """Blocks of the spans of a tile: from how many keys its rows see, and from nothing else."""
+    """Blocks of a span of each tile, which depend only on the number of keys of the tile's rows."""
     stretch_C = position_C // shape.stretch
     if shape.window is not None:
         stretch_C = jnp.minimum(stretch_C, (shape.window - 1) // shape.stretch)
     blocks_C = jnp.full_like(position_C, shape.span)
-    most = -(-shape.reach // shape.stretch)
-    for doubling in range((most - 1).bit_length()):
+    max_stretches = -(-shape.max_keys // shape.stretch)
+    for doubling in range((max_stretches - 1).bit_length()):
         blocks_C = jnp.where(stretch_C >= 1 << doubling, 2 * blocks_C, blocks_C)
     return blocks_C
 
 
-def shares(shape: KernelShape, tiles_CF, cost_C, count):
-    """A `Share` for the beginning of each processor's share, and for the end of all: [processors +
-    1, fields].
+def make_shares(shape: KernelShape, tiles_CF, cost_C, count):
+    """Split the work into shares of about equal cost.
+
+    A share begins with a whole task, or, if that would be too uneven, with a span.
+
+    Returns:
+        [R + 1, fields of `Share`]: the beginning of each share, and the end of the last.
     """
     R = shape.processors
-    parts = shape.parts
-    end_C = jnp.cumsum(cost_C) * parts
+    head_tiles = shape.head_tiles
+    end_C = jnp.cumsum(cost_C) * head_tiles
     total = end_C[-1]
     begin_R = jnp.arange(R)
     begin_R = begin_R * (total // R) + begin_R * (total % R) // R
@@ -162,35 +181,41 @@ def shares(shape: KernelShape, tiles_CF, cost_C, count):
     )
     _, positions_R, _, _, first_R, last_R, span_R = tiles_CF[tile_R].T
     cost_R = jnp.maximum(cost_C[tile_R], 1)
-    before_R = end_C[tile_R] - cost_R * parts
-    part_R = (begin_R - before_R) // cost_R
-    inside_R = (begin_R - before_R) % cost_R
-    unit_R = tile_R * parts + part_R
-    later_R = 2 * inside_R >= cost_R
-    # what comes before, if the nearest whole task begins the share
-    whole_R = before_R + (part_R + later_R) * cost_R
-    uneven = jnp.max(jnp.append(whole_R[1:], total) - whole_R) > total // R + total // (R * UNEVEN)
+    tile_start_R = end_C[tile_R] - cost_R * head_tiles
+    head_tile_R = (begin_R - tile_start_R) // cost_R
+    offset_R = (begin_R - tile_start_R) % cost_R
+    unit_R = tile_R * head_tiles + head_tile_R
+    rounds_up_R = 2 * offset_R >= cost_R
+    # cost before each share, if shares began with the nearest whole task
+    rounded_start_R = tile_start_R + (head_tile_R + rounds_up_R) * cost_R
+    largest_share = jnp.max(jnp.append(rounded_start_R[1:], total) - rounded_start_R)
+    is_uneven = largest_share > total // R + total // (R * UNEVEN)
     first_span_R = first_R // span_R
     last_span_R = last_R // span_R
     spans_R = last_span_R - first_span_R + 1
-    before_R = jnp.clip((first_R + inside_R + span_R // 2) // span_R - first_span_R, 0, spans_R)
-    # a first span that a window begins may be less than half of one
-    before_R = jnp.where(inside_R == 0, 0, before_R)
-    inner_R = (before_R > 0) & (before_R < spans_R)
-    cut_R = inner_R & uneven & shape.cut
-    if shape.latent:
-        # those of several positions would write the rows that do not count, too
-        cut_R &= positions_R == 1
-    same_R = jnp.append(False, cut_R[:-1] & (unit_R[:-1] == unit_R[1:])) & cut_R
-    rows_R = spans_R * saved_rows(shape, positions_R)
-    place_R = jnp.cumsum(jnp.where(cut_R & ~same_R, rows_R, 0)) - rows_R
-    cut_R &= place_R + rows_R <= shape.places
-    later_R = jnp.where(uneven & ~inner_R, before_R == spans_R, later_R & ~cut_R)
-    first_R = jax.lax.cummax(jnp.where(cut_R & ~same_R, jnp.arange(R), 0))
-    found = Share(
-        unit_R + later_R, *(jnp.where(cut_R, x_R, 0) for x_R in (before_R, place_R, first_R))
+    spans_before_R = jnp.clip(
+        (first_R + offset_R + span_R // 2) // span_R - first_span_R, 0, spans_R
     )
-    end = Share(count * parts, *[jnp.int32(0)] * 3)
-    return jnp.stack([jnp.append(*x) for x in zip(found, end, strict=True)], axis=1).astype(
+    # the first span of a window may be shorter than half a span
+    spans_before_R = jnp.where(offset_R == 0, 0, spans_before_R)
+    is_inner_R = (spans_before_R > 0) & (spans_before_R < spans_R)
+    is_cut_R = is_inner_R & is_uneven & shape.cut
+    if shape.latent:
+        # tasks of several positions would also save rows that are not valid
+        is_cut_R &= positions_R == 1
+    shares_unit_R = jnp.append(False, is_cut_R[:-1] & (unit_R[:-1] == unit_R[1:])) & is_cut_R
+    rows_R = spans_R * saved_rows(shape, positions_R)
+    place_R = jnp.cumsum(jnp.where(is_cut_R & ~shares_unit_R, rows_R, 0)) - rows_R
+    is_cut_R &= place_R + rows_R <= shape.places
+    rounds_up_R = jnp.where(
+        is_uneven & ~is_inner_R, spans_before_R == spans_R, rounds_up_R & ~is_cut_R
+    )
+    first_share_R = jax.lax.cummax(jnp.where(is_cut_R & ~shares_unit_R, jnp.arange(R), 0))
+    begin = Share(
+        unit_R + rounds_up_R,
+        *(jnp.where(is_cut_R, x_R, 0) for x_R in (spans_before_R, place_R, first_share_R)),
+    )
+    end = Share(count * head_tiles, *[jnp.int32(0)] * 3)
+    return jnp.stack([jnp.append(*x) for x in zip(begin, end, strict=True)], axis=1).astype(
         jnp.int32
     )

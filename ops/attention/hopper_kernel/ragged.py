@@ -1,11 +1,9 @@
-"""Attention of rows over pages, tile by tile: a producer copies pages, the other warpgroups
-multiply.
+"""The attention kernel: a producer warpgroup copies pages, the other warpgroups multiply.
 
 A tile is up to 64 rows of one sequence and one KV head: some positions, each with all query heads
-that share the head. Keys come in blocks. The softmax of each span of keys is computed by itself and
-then merged into that of the spans before. So a context can be cut at spans and given to several
-processors, and a row's bits are the same whichever processor computes it and whatever else is in
-the batch.
+of the KV head. Keys come in blocks. The softmax of each span of blocks is computed by itself and
+then merged with that of the earlier spans. So a context can be cut between spans and split among
+several processors (split-KV), and the results do not depend on the partition or the batch.
 """
 
 import functools
@@ -25,20 +23,21 @@ from .task import ROWS, Inputs, KernelShape, Plan, each_task
 
 
 class Outputs(NamedTuple):
-    """References in the card's memory."""
+    """References in global memory."""
 
-    saved: Any  # [places, saved_width]: the softmax of each span of a context that is cut
+    saved: Any  # [places, saved_width]: partial softmaxes of the spans of cut contexts
     out: Any  # [T, N, values]
-    # of each multiplying warpgroup, between spans, where its registers do not hold them
+    # the softmax of the spans so far of each multiplying warpgroup, if registers do not suffice
     sums: Any = None
     totals: Any = None
     bests: Any = None
 
 
 def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any = None):
-    """(saved spans, results).
+    """Run the kernel: (saved spans, results).
 
-    Rows of contexts that are cut are undefined, and padding rows are zero.
+    Results of padding rows are zero. If `merge_spans` follows, results of rows with cut contexts
+    are undefined.
     """
     tiles = Tiles(interpret is not None)
     dtype = inputs.q.dtype
@@ -46,16 +45,17 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
         jax.ShapeDtypeStruct((shape.places, shape.saved_width), jnp.float32),
         jax.ShapeDtypeStruct((shape.rows, shape.heads, shape.values), dtype),
     ]
-    if not shape.held:
-        own = shape.processors * shape.warpgroups, ROWS
+    if not shape.spans_in_registers:
+        spill_shape = shape.processors * shape.warpgroups, ROWS
         out += [
-            jax.ShapeDtypeStruct((*own, *size), jnp.float32) for size in ((shape.columns,), (), ())
+            jax.ShapeDtypeStruct((*spill_shape, *size), jnp.float32)
+            for size in ((shape.columns,), (), ())
         ]
-    given = [name for name, x in inputs._asdict().items() if x is not None]
+    names = [name for name, x in inputs._asdict().items() if x is not None]
 
-    def body(*refs):  # `plgpu.kernel` would do this, but takes no references
-        do = functools.partial(run, shape, tiles, given, *refs)
-        pl.run_scoped(do, collective_axes="part", **shared_types(shape, dtype))
+    def body(*refs):  # `plgpu.kernel` would allocate the scratch, but does not take references
+        do = functools.partial(run, shape, tiles, names, *refs)
+        pl.run_scoped(do, collective_axes="warpgroup", **shared_types(shape, dtype))
 
     kernel = pl.kernel(
         body,
@@ -64,7 +64,7 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
             grid=(shape.processors,),
             grid_names=("processor",),
             num_threads=shape.warpgroups + 1,
-            thread_name="part",
+            thread_name="warpgroup",
         ),
         # Rows are reduced within a warp, which takes no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -75,49 +75,49 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
 
 
 def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
-    """What one processor does with its share of the tasks."""
+    """The kernel's body: the work of one warpgroup of one processor."""
     inputs = Inputs(**{**dict.fromkeys(Inputs._fields), **dict(zip(names, refs, strict=False))})
-    first = len(names)
-    last = len(names) + len(Plan._fields)
-    plan = Plan(*refs[first:last])
-    outs = Outputs(*refs[last:])
+    num_inputs = len(names)
+    first_output = len(names) + len(Plan._fields)
+    plan = Plan(*refs[num_inputs:first_output])
+    outs = Outputs(*refs[first_output:])
     shared = SharedMemory(**scratch)
-    part = lax.axis_index("part")
+    thread = lax.axis_index("warpgroup")
 
-    @pl.when(part == shape.warpgroups)
+    @pl.when(thread == shape.warpgroups)
     def _():
         plgpu.set_max_registers(shape.registers[0], action="decrease")
         fetch_all(shape, inputs, shared, plan)
 
-    for own in range(shape.warpgroups):
+    for warpgroup in range(shape.warpgroups):
 
-        @pl.when(part == own)
-        def _(own=own):
+        @pl.when(thread == warpgroup)
+        def _(warpgroup=warpgroup):
             plgpu.set_max_registers(shape.registers[1], action="increase")
-            if shape.turns and own == 1:
-                plgpu.barrier_arrive(shared.turn.at[0])  # the first turn is the other's
+            if shape.ping_pong and warpgroup == 1:
+                plgpu.barrier_arrive(shared.turn.at[0])  # the first turn is the other warpgroup's
             each_task(
                 shape,
                 plan,
-                functools.partial(multiply, shape, tiles, inputs, plan, shared, outs, own),
+                functools.partial(multiply, shape, tiles, inputs, plan, shared, outs, warpgroup),
             )
-            if shape.turns and own == 0:
-                plgpu.barrier_wait(shared.turn.at[0])  # the last one, which nobody takes
-            if own == 0:
+            if shape.ping_pong and warpgroup == 0:
+                plgpu.barrier_wait(shared.turn.at[0])  # consume the last turn, which is not used
+            if warpgroup == 0:
                 clear(shape, tiles, plan, outs.out)
 
 
 def clear(shape: KernelShape, tiles: Tiles, plan: Plan, out) -> None:
-    """Zero this processor's share of the padding rows."""
+    """Zero this processor's share of the padding rows of the results."""
     zeros_M = tiles.full((ROWS,), 0.0).astype(out.dtype)
-    owned = plan.owned_1[0] + lax.axis_index("processor")
-    left = shape.rows - owned + shape.processors - 1
-    trips = jnp.maximum(lax.div(left, jnp.int32(shape.processors)), 0) * shape.heads
+    first_row = plan.owned_1[0] + lax.axis_index("processor")
+    rows_left = shape.rows - first_row + shape.processors - 1
+    num_stores = jnp.maximum(lax.div(rows_left, jnp.int32(shape.processors)), 0) * shape.heads
 
     def zero(n, _):
-        row = owned + lax.div(n, jnp.int32(shape.heads)) * shape.processors
+        row = first_row + lax.div(n, jnp.int32(shape.heads)) * shape.processors
         head = lax.rem(n, jnp.int32(shape.heads))
         for column in range(0, shape.values, ROWS):
             out[row, head, pl.ds(column, ROWS)] = zeros_M
 
-    lax.fori_loop(0, trips, zero, None)
+    lax.fori_loop(0, num_stores, zero, None)

@@ -1,8 +1,8 @@
-"""The softmax of some keys: (largest score, sum of weights, weighted sum of values) of each row.
+"""Partial softmaxes: (largest score, sum of weights, weighted sum of values) of each row.
 
-At a width of 256 a warpgroup's registers cannot hold the sums of two spans. So where spans are
-merged, sums are functions of (first column, number of columns), and are loaded and saved part by
-part.
+For heads of 256 columns a warpgroup's registers cannot hold the weighted sums of two spans. So
+where spans are merged, a sum is a function of (first column, number of columns), and is loaded and
+saved in chunks of columns.
 """
 
 import jax.numpy as jnp
@@ -11,66 +11,65 @@ from jax import lax
 from ...gpu.tile import along_rows
 from .task import ROWS, KernelShape
 
-PART = 64  # columns that are merged at once
+CHUNK = 64  # columns that are merged at once
 
 
-def parts(shape: KernelShape):
-    """(first column, number of columns) of each part."""
-    return [(start, min(PART, shape.columns)) for start in range(0, shape.columns, PART)]
+def column_chunks(shape: KernelShape):
+    """(first column, number of columns) of each chunk."""
+    return [(start, min(CHUNK, shape.columns)) for start in range(0, shape.columns, CHUNK)]
 
 
-def by_part(best_M, total_M, sum_MH):
-    """A softmax with its sum as a function of the part."""
+def with_sum_slices(best_M, total_M, sum_MH):
+    """Turn the sum of a partial softmax from an array into a function of the columns."""
     return best_M, total_M, lambda start, size: lax.slice(sum_MH, (0, start), (ROWS, start + size))
 
 
-def whole(shape: KernelShape, best_M, total_M, sum_of):
-    """A softmax with its whole sum."""
-    return best_M, total_M, sum_of(0, shape.columns)
+def with_full_sum(shape: KernelShape, best_M, total_M, sum_slice):
+    """Turn the sum of a partial softmax from a function of the columns into an array."""
+    return best_M, total_M, sum_slice(0, shape.columns)
 
 
-def either(first, one, other):
-    """The softmax of `one()` or `other()`; of the sums only the parts that are asked for."""
-    best_M, total_M = lax.cond(first, lambda: one()[:2], lambda: other()[:2])
+def select(predicate, if_true, if_false):
+    """The partial softmax of `if_true()` or `if_false()`; reads only the requested columns."""
+    best_M, total_M = lax.cond(predicate, lambda: if_true()[:2], lambda: if_false()[:2])
     return (
         best_M,
         total_M,
-        lambda *part: lax.cond(first, lambda: one()[2](*part), lambda: other()[2](*part)),
+        lambda *bounds: lax.cond(
+            predicate, lambda: if_true()[2](*bounds), lambda: if_false()[2](*bounds)
+        ),
     )
 
 
-def merge(before, after):
-    """The softmax of two spans: (largest score, sum of weights, weighted sum of values) of each
-    row.
+def merge(earlier, later):
+    """Merge the partial softmaxes of two spans, whose sums are functions of the columns.
 
-    Largest scores are whole numbers: see `WarpgroupTask.block`.
+    Largest scores are integers: see `WarpgroupTask.block`.
     """
-    best_M = jnp.maximum(before[0], after[0])
+    best_M = jnp.maximum(earlier[0], later[0])
     finite_M = jnp.where(best_M == -jnp.inf, 0.0, best_M)
-    shrinks = [jnp.exp2(part[0] - finite_M) for part in (before, after)]
-    total_M = before[1] * shrinks[0] + after[1] * shrinks[1]
+    shrinks = [jnp.exp2(softmax[0] - finite_M) for softmax in (earlier, later)]
+    total_M = earlier[1] * shrinks[0] + later[1] * shrinks[1]
 
-    def sum_of(start, size):
+    def sum_slice(start, size):
         old_MC, new_MC = (
-            spread(shrink_M, found_MC) * found_MC
-            for shrink_M, found_MC in zip(
-                shrinks, (part[2](start, size) for part in (before, after)), strict=True
+            broadcast_rows(shrink_M, sum_MC) * sum_MC
+            for shrink_M, sum_MC in zip(
+                shrinks, (softmax[2](start, size) for softmax in (earlier, later)), strict=True
             )
         )
         return old_MC + new_MC
 
-    return best_M, total_M, sum_of
+    return best_M, total_M, sum_slice
 
 
 def divisor(best_M, total_M, sink_M):
-    """What sums of values are divided by: the sum of all weights; where there is none the sums are
-    zero.
-    """
+    """The divisor of the weighted sums: the sum of all weights, or 1 if that is zero."""
     if sink_M is not None:
         total_M = total_M + jnp.exp2(sink_M - jnp.where(best_M == -jnp.inf, 0.0, best_M))
     return jnp.where(total_M == 0, 1.0, total_M)
 
 
-def spread(x_M, like):
-    """One number for each row, or for each number."""
-    return x_M if like.ndim == 1 else along_rows(x_M, like.shape)
+def broadcast_rows(x_M, target):
+    """Broadcast a number for each row to a tile; of a vector nothing is to be done."""
+    return x_M if target.ndim == 1 else along_rows(x_M, target.shape)

@@ -1,4 +1,8 @@
-"""What a kernel is compiled for, and the tasks that its processors share."""
+"""The static parameters of the attention kernel, and the tasks of its processors.
+
+The context of a tile is a sequence of blocks of keys, grouped into spans. It may be cut between
+spans, so that several processors share it (split-KV).
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,187 +10,185 @@ import jax.numpy as jnp
 from jax import lax
 
 ROWS = 64  # of a tile: as many as one warpgroup multiplies at once
-SPAN = 256  # keys whose softmax is computed by itself: so many at least
-SPANS = 64  # of a row; where it sees more keys, spans are twice as long, and so on
-SCRATCH = 64 << 20  # bytes for the spans of contexts that are cut
-# columns of a saved span after those of its sum: four with the largest score, four with the sum of
+SPAN = 256  # keys of the shortest span, whose softmax is computed by itself
+SPANS = (
+    64  # maximum number of spans for a row; for more keys, spans are two, four, ... times longer
+)
+SCRATCH = 64 << 20  # limit for the bytes of saved spans of cut contexts
+# columns of a saved span after those of its sum: four hold the largest score, four the sum of the
 # weights
-NUMBERS = 8
+STATS = 8
 STAGED = 32  # columns that are saved at once
 MEMORY = 227 << 10  # bytes of shared memory that a kernel can use
-SMALL = 2048  # bytes of it for barriers, and for the gaps between arrays
+SMALL = 2048  # bytes of it for barriers, and for padding between arrays
 
 
 class KernelShape(NamedTuple):
     """The sizes and options that a kernel is compiled for."""
 
-    rows: int
-    positions: int  # of a tile, at most
+    rows: int  # of the step
+    positions: int  # maximum number of positions in a tile
     heads: int
     kv_heads: int
-    width: int
+    width: int  # of queries and keys
     values: int  # width of the values
-    latent: bool  # the values are the first numbers of the keys
+    latent: bool  # the values are the first dimensions of the keys (MLA)
     page: int  # positions of a page
     block: int  # keys of a block
-    codes: str | None  # the dtype of the pages where they hold eight bits
+    codes: str | None  # dtype of quantised pages
     processors: int
-    warpgroups: int  # that multiply
+    warpgroups: int  # that multiply, beside the producer
     window: int | None
     scale: float
     soft_cap: float | None
     sinks: bool
-    reach: int  # keys that a row can see
+    max_keys: int  # maximum number of keys to which a row attends
 
     @property
     def group(self) -> int:
-        """Query heads of a tile: those of a KV head, as far as they fit."""
+        """Query heads of a tile: those of a KV head, up to ROWS."""
         return min(self.heads // self.kv_heads, ROWS)
 
     @property
-    def parts(self) -> int:
-        """Tiles that the heads of one position are split into."""
+    def head_tiles(self) -> int:
+        """Tiles for all query heads of a position."""
         return self.heads // self.group
 
     @property
     def tiles(self) -> int:
-        """Tiles of a task.
+        """Tiles of a task: one for each warpgroup.
 
-        Where values are a part of the keys, warpgroups share a tile and split the values.
+        For MLA the warpgroups share a tile, and each computes a part of the values' columns.
         """
         return 1 if self.latent else self.warpgroups
 
     @property
-    def turns(self) -> bool:
-        """Whether one warpgroup multiplies while another computes its softmax, and then the other
-        way round.
-        """
+    def ping_pong(self) -> bool:
+        """Whether two warpgroups alternate: one multiplies while the other computes its softmax."""
         return self.tiles > 1
 
     @property
     def keys(self) -> int:
-        """Keys of a block whose scores a warpgroup computes."""
+        """Keys of a block for which a warpgroup computes scores."""
         return self.block * self.tiles // self.warpgroups
 
     @property
     def columns(self) -> int:
-        """Columns of the values that a warpgroup sums."""
+        """Columns of the values that a warpgroup accumulates."""
         return self.values * self.tiles // self.warpgroups
 
     @property
     def piece(self) -> int:
-        """Positions that are copied at once: a page, or a block where that is smaller."""
+        """Positions that are copied at once: a page, or a block if that is smaller."""
         return min(self.page, self.block)
 
     @property
-    def straight(self) -> bool:
-        """Whether queries are copied straight to where products read them: that layout takes eight
-        rows at a time.
+    def swizzles_queries(self) -> bool:
+        """Whether the copy of the queries makes the swizzled layout that products read.
+
+        That layout takes eight rows at a time.
         """
         return self.group % 8 == 0
 
     @property
-    def in_registers(self) -> bool:
-        """Whether queries are operands in registers: for wider heads there are not enough registers
-        beside the sums.
-        """
+    def queries_in_registers(self) -> bool:
+        """Whether products read queries from registers; for wider heads these do not suffice."""
         return self.width <= 64
 
     @property
-    def held(self) -> bool:
-        """Whether the spans before are in registers beside the span that is computed, or in the
-        card's memory.
-        """
+    def spans_in_registers(self) -> bool:
+        """Whether the merged result of earlier spans is in registers, and not in global memory."""
         return self.columns <= 128
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies, and of one that multiplies; two warpgroups that do share what
-        there is.
-        """
+        """Registers of a thread of the producer, and of a thread that multiplies."""
         if self.warpgroups == 1:
             return 56, 256
         return (40, 232) if self.columns > 64 else (72, 216)
 
     @property
     def span(self) -> int:
-        """Blocks of the shortest spans: twice as many where merging them takes longer."""
-        return (SPAN if self.held else 2 * SPAN) // self.block
+        """Blocks of the shortest spans: twice as many if spans are merged through global memory."""
+        return (SPAN if self.spans_in_registers else 2 * SPAN) // self.block
 
     @property
     def stretch(self) -> int:
-        """Positions of which each sees as few keys as the shortest spans are for; also each next
-        such stretch.
+        """Positions for which SPANS spans of the shortest length suffice.
+
+        Spans may become longer at multiples of this number of positions.
         """
         return self.span * self.block * SPANS
 
     @property
     def cut(self) -> bool:
-        """Whether the context of a tile can be cut."""
-        return self.reach > 2 * self.span * self.block
+        """Whether contexts may be cut, so that several processors share one."""
+        return self.max_keys > 2 * self.span * self.block
 
     @property
-    def merges(self) -> bool:
-        """Whether the processor that is the last to save spans of a context merges them all.
+    def merges_in_kernel(self) -> bool:
+        """Whether the last processor that saves spans of a cut context merges all its spans.
 
-        Where tasks have many rows it would take long over them, and another kernel has all
-        processors merge.
+        If tasks have many rows this would take long, so a second kernel merges on all processors.
         """
         return self.cut and not self.latent and self.positions * self.tiles == 1
 
     @property
     def spans(self) -> int:
-        """Of a tile, at most: at its ends a window can see parts of spans."""
-        seen = self.reach + self.positions * self.tiles
-        return min(-(-seen // (self.span * self.block)), SPANS) + 1
+        """Maximum number of spans of a tile, including partial spans at both ends of a window."""
+        max_positions = self.max_keys + self.positions * self.tiles
+        return min(-(-max_positions // (self.span * self.block)), SPANS) + 1
 
     @property
     def task_rows(self) -> int:
-        """Rows of a task; those of a tile that warpgroups share are saved as they lie."""
+        """Rows of a task that are saved for a span; for MLA all rows of the tile."""
         return ROWS if self.latent else self.positions * self.tiles * self.group
 
     @property
     def saved_width(self) -> int:
-        return self.values + NUMBERS
+        """Columns of a saved row: its sum and STATS."""
+        return self.values + STATS
 
     @property
     def places(self) -> int:
-        """Rows of spans that can be saved: those of one task for each processor, as far as memory
-        is given.
-        """
+        """Rows of spans that can be saved: one task for each processor, up to SCRATCH bytes."""
         if not self.cut:
             return 1
-        cut = min(self.parts * self.rows, self.processors - 1)
-        return max(min(cut * self.spans * self.task_rows, SCRATCH // (4 * self.saved_width)), 1)
+        max_cut_tasks = min(self.head_tiles * self.rows, self.processors - 1)
+        return max(
+            min(max_cut_tasks * self.spans * self.task_rows, SCRATCH // (4 * self.saved_width)), 1
+        )
 
     @property
-    def staged(self) -> bool:
-        """Whether saved sums pass through shared memory, so that only the rows that count are
-        written.
-        """
+    def stages_saved_sums(self) -> bool:
+        """Whether saved sums pass through shared memory, so that only valid rows are written."""
         return self.cut and not self.latent
 
     @property
     def stages(self) -> int:
-        """Blocks that are in shared memory at once: as many as fit beside the queries and the
-        decoded block.
-        """
-        kinds = 1 if self.latent else 2
-        block = self.block * self.width * kinds
-        taken = (
-            2 * ROWS * self.width * self.tiles * (1 if self.in_registers or self.straight else 2)
+        """Blocks in shared memory at once: as many as fit beside queries and a decoded block."""
+        arrays_per_block = 1 if self.latent else 2
+        block_size = self.block * self.width * arrays_per_block
+        used_bytes = (
+            2
+            * ROWS
+            * self.width
+            * self.tiles
+            * (1 if self.queries_in_registers or self.swizzles_queries else 2)
         )
         if self.latent:
-            taken += 2 * ROWS * self.block + 1024
-        if self.staged:
-            taken += 4 * ROWS * (STAGED + NUMBERS) * self.warpgroups
+            used_bytes += 2 * ROWS * self.block + 1024
+        if self.stages_saved_sums:
+            used_bytes += 4 * ROWS * (STAGED + STATS) * self.warpgroups
         if self.codes is None:
-            return min((MEMORY - SMALL - taken) // (2 * block), 8)
-        scales = 4 * self.block * kinds
-        return min((MEMORY - SMALL - taken - 2 * block) // (block + scales), 8)
+            return min((MEMORY - SMALL - used_bytes) // (2 * block_size), 8)
+        scale_bytes = 4 * self.block * arrays_per_block
+        return min((MEMORY - SMALL - used_bytes - 2 * block_size) // (block_size + scale_bytes), 8)
 
 
 class Inputs(NamedTuple):
+    """References to the kernel's inputs; None for those that its shape does not use."""
+
     q: Any
     k: Any
     v: Any
@@ -194,19 +196,18 @@ class Inputs(NamedTuple):
     v_scale: Any
     sinks: Any
     tables: Any
-    arrivals: Any  # [processors], zeros: of a context that is cut, the spans that have been saved
+    arrivals: Any  # [processors] counters of saved spans, one for each cut context; zero at first
 
 
 class Plan(NamedTuple):
-    """Who computes what: tiles in order, each for every part of its heads, are shared out among the
-    processors.
-    """
+    """The work partition: tiles in order, each with its head tiles, are split among processors."""
 
     tiles_CF: Any  # row, count, seq, position, first, last, span of each tile: see `Task`
     shares_RF: Any  # where each processor's share begins, and where the last one ends: see `Share`
-    owned_1: Any  # rows that are not padding
+    owned_1: Any  # number of rows that are not padding
 
     def share(self, number) -> "Share":
+        """The beginning of a processor's share."""
         return Share(*[self.shares_RF[number, f] for f in range(len(Share._fields))])
 
     def tile(self, number):
@@ -215,94 +216,111 @@ class Plan(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A place in all work."""
+    """A boundary between the shares of two processors.
 
-    unit: Any  # tile * parts + part
-    spans: Any  # of it that come before
-    place: Any  # where the first span of this unit is saved, if it is cut
-    first: Any  # the number of the share that begins at the first cut of this unit, if it is cut
+    A unit is one head tile of a tile. If the boundary cuts a unit, it lies between two spans.
+    """
+
+    unit: Any  # tile * head_tiles + head_tile
+    spans: Any  # spans of this unit before the boundary; 0: the unit is not cut here
+    place: Any  # row where the first span of this unit is saved, if it is cut
+    first: Any  # number of the share that begins at the first cut of this unit, if it is cut
 
 
 class Task(NamedTuple):
-    """Tiles of one sequence, and the blocks of keys that they see."""
+    """A unit of work: tiles of one sequence, and the blocks of keys to which they attend."""
 
-    number: Any  # of tasks that this processor had before
-    row: Any
-    count: Any  # positions
+    number: Any  # index among the tasks of this processor
+    row: Any  # first row
+    count: Any  # number of positions
     seq: Any
     position: Any  # of the first row
-    first: Any
-    last: Any
-    span: Any  # its blocks
-    part: Any  # which of each position's tiles
-    place: Any  # where the first of its spans is saved; -1: nothing is, since the task is whole
+    first: Any  # first block
+    last: Any  # last block
+    span: Any  # number of blocks of a span
+    head_tile: Any  # which of the head tiles of each position
+    place: Any  # row where the first of its spans is saved; -1 if the context is not cut
 
     def kv_head(self, shape: KernelShape):
-        return lax.div(self.part * shape.group, jnp.int32(shape.heads // shape.kv_heads))
+        """The KV head of the task's query heads."""
+        return lax.div(self.head_tile * shape.group, jnp.int32(shape.heads // shape.kv_heads))
 
 
 class CutContext(NamedTuple):
-    """A context of which several processors have some spans each."""
+    """A context whose spans are split among several processors."""
 
-    place: Any  # where its first span is saved
-    spans: Any
-    first_cut: Any  # `Share.first`
+    place: Any  # row where its first span is saved
+    spans: Any  # number of its spans
+    first_cut: Any  # `Share.first`, which identifies the context
 
 
-def each_task(shape: KernelShape, plan: Plan, do):
-    """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which
-    counts blocks.
+def each_task(shape: KernelShape, plan: Plan, function):
+    """Loop over this processor's tasks.
+
+    Calls `function(task, step) -> step` for each; `step` counts the blocks of all tasks.
+
+    Returns:
+        The last `step`.
     """
     processor = lax.axis_index("processor")
     begin = plan.share(processor)
     end = plan.share(processor + 1)
 
-    units = end.unit + jnp.where(end.spans > 0, jnp.int32(1), jnp.int32(0)) - begin.unit
-    nothing = (begin.unit == end.unit) & (begin.spans == end.spans)
-    tasks = jnp.where(nothing, jnp.int32(0), units)
-    return lax.fori_loop(0, tasks, lambda n, step: do(task_of(shape, plan, n), step), jnp.int32(0))
+    num_units = end.unit + jnp.where(end.spans > 0, jnp.int32(1), jnp.int32(0)) - begin.unit
+    is_empty = (begin.unit == end.unit) & (begin.spans == end.spans)
+    num_tasks = jnp.where(is_empty, jnp.int32(0), num_units)
+    return lax.fori_loop(
+        0, num_tasks, lambda n, step: function(read_task(shape, plan, n), step), jnp.int32(0)
+    )
 
 
-def task_of(shape: KernelShape, plan: Plan, number) -> Task:
-    """This processor's task of that number; may be read again, rather than kept where registers are
-    needed.
+def read_task(shape: KernelShape, plan: Plan, number) -> Task:
+    """Read a task of this processor from the plan.
+
+    Call it again rather than keep the task where registers are scarce.
     """
-    parts = jnp.int32(shape.parts)
+    head_tiles = jnp.int32(shape.head_tiles)
     processor = lax.axis_index("processor")
     begin = plan.share(processor)
     end = plan.share(processor + 1)
     unit = begin.unit + number
-    row, count, seq, position, first, last, span = plan.tile(lax.div(unit, parts))
+    row, count, seq, position, first, last, span = plan.tile(lax.div(unit, head_tiles))
     cut_before = (unit == begin.unit) & (begin.spans > 0)
     cut_after = (unit == end.unit) & (end.spans > 0)
     first_span = lax.div(first, span)
     start = jnp.where(cut_before, (first_span + begin.spans) * span, first)
     stop = jnp.where(cut_after, (first_span + end.spans) * span - 1, last)
-    saved = begin.place + begin.spans * saved_rows(shape, count)
-    place = jnp.where(cut_before, saved, jnp.where(cut_after, end.place, jnp.int32(-1)))
-    return Task(number, row, count, seq, position, start, stop, span, lax.rem(unit, parts), place)
+    saved_place = begin.place + begin.spans * saved_rows(shape, count)
+    place = jnp.where(cut_before, saved_place, jnp.where(cut_after, end.place, jnp.int32(-1)))
+    return Task(
+        number, row, count, seq, position, start, stop, span, lax.rem(unit, head_tiles), place
+    )
 
 
-def context_of(shape: KernelShape, plan: Plan, task: Task) -> CutContext:
-    """That of a task that is not whole; read again, rather than kept where registers are needed for
-    the task.
+def read_context(shape: KernelShape, plan: Plan, task: Task) -> CutContext:
+    """Read the cut context to which a task of this processor belongs.
+
+    Call it again rather than keep the context where registers are scarce.
     """
     processor = lax.axis_index("processor")
     begin = plan.share(processor)
     end = plan.share(processor + 1)
     cut_before = (task.number == 0) & (begin.spans > 0)
-    *_, first, last, span = plan.tile(lax.div(begin.unit + task.number, jnp.int32(shape.parts)))
-    place, first_cut = (
-        jnp.where(cut_before, a, b) for a, b in ((begin.place, end.place), (begin.first, end.first))
+    *_, first, last, span = plan.tile(
+        lax.div(begin.unit + task.number, jnp.int32(shape.head_tiles))
     )
-    return CutContext(place, spans_of(first, last, span), first_cut)
+    place, first_cut = (
+        jnp.where(cut_before, at_begin, at_end)
+        for at_begin, at_end in ((begin.place, end.place), (begin.first, end.first))
+    )
+    return CutContext(place, count_spans(first, last, span), first_cut)
 
 
-def spans_of(first, last, span):
-    """Spans of so many blocks in which these blocks lie."""
+def count_spans(first, last, span):
+    """Number of spans that contain the blocks from `first` to `last`."""
     return lax.div(last, span) - lax.div(first, span) + 1
 
 
 def saved_rows(shape: KernelShape, count):
-    """Rows that are saved of each span of a task of so many positions."""
+    """Rows that are saved for each span of a task with `count` positions."""
     return jnp.int32(ROWS) if shape.latent else count * shape.group

@@ -1,3 +1,1 @@
-"""Products with weights on NVIDIA GPUs, dense ones and those of experts: by Hopper's own kernel, or
-Triton's.
-"""
+"""Dense and expert products on NVIDIA GPUs: a Mosaic kernel for Hopper and a Triton kernel."""

@@ -1,4 +1,4 @@
-"""Trials of the kernel for a kind of product: random inputs, and the result in float64."""
+"""Self-test cases of the product kernels: random inputs, and the float64 reference."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,11 @@ from .shape import BLOCKS, FEATURES, FOUR_BITS, Operands, ProductShape, block_si
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 LARGEST_ERROR_EXACT = 5e-5  # of a float32 weight in summands: TF32 would be off by 3e-4
-# what E2M1 codes stand for
+# the values of the E2M1 codes
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-EIGHT_BITS = {  # random codes
+EIGHT_BITS = {  # generators of random 8-bit codes
     "int8": lambda rng, axes: rng.integers(-127, 128, axes, np.int8),
     "float8": lambda rng, axes: (rng.standard_normal(axes, np.float32) * 30).astype(
         ml_dtypes.float8_e4m3fn
@@ -30,7 +30,7 @@ EIGHT_BITS = {  # random codes
 
 @dataclass(frozen=True)
 class ProductCase:
-    """A kind of product in blocks of every size, which must all give the same bits."""
+    """One kind of product, computed in blocks of every size, which must give the same bits."""
 
     kind: dict
     inputs: int = 2048
@@ -42,96 +42,104 @@ class ProductCase:
 
     @property
     def sizes(self) -> list[int]:
+        """The numbers of rows of a block that are tested."""
         return [
             rows for rows in BLOCKS if rows in block_sizes(self.kind["kernel"], self.kind["codes"])
         ]
 
     def build(self, seed: int):
-        kind, rng, experts = (
-            self.kind,
-            np.random.default_rng(seed),
-            self.experts if self.kind["grouped"] else 1,
-        )
+        kind = self.kind
+        rng = np.random.default_rng(seed)
+        experts = self.experts if kind["grouped"] else 1
         pairs = BLOCKS[-1] * (3 if experts == 1 else experts + 2)
 
         def array(*axes: int, dtype=jnp.bfloat16, scale: float = 1.0):
             return jnp.asarray(rng.standard_normal(axes, np.float32) * scale, dtype)
 
         x = array(pairs, self.inputs)
-        each = (self.inputs, kind["parts"], self.outputs)
+        matrix_shape = (self.inputs, kind["projections"], self.outputs)
         weight = array(
             experts,
-            *((self.outputs, self.inputs) if kind["turned"] else each),
+            *((self.outputs, self.inputs) if kind["transposed"] else matrix_shape),
             scale=self.inputs**-0.5,
         )
         output_scale = row_scale = group_scale = group_zero = None
-        numbers = np.asarray(weight, np.float64)
-        small = self.inputs**-0.5
+        values = np.asarray(weight, np.float64)
+        weight_std = self.inputs**-0.5
         if kind["summands"] > 1:
-            wide = array(experts, *each, dtype=jnp.float32, scale=small)
-            weight = jax.vmap(summands)(wide)
-            numbers = np.asarray(wide, np.float64)
+            weight_f32 = array(experts, *matrix_shape, dtype=jnp.float32, scale=weight_std)
+            weight = jax.vmap(summands)(weight_f32)
+            values = np.asarray(weight_f32, np.float64)
         if kind["codes"] in FOUR_BITS:
-            code = rng.integers(0, 16, (experts, *each), np.uint8)
-            weight = jnp.asarray(np.stack([four_bits.join(one) for one in code]))
-            groups = experts, self.inputs // kind["group"], *each[1:]
+            codes = rng.integers(0, 16, (experts, *matrix_shape), np.uint8)
+            weight = jnp.asarray(np.stack([four_bits.join(expert_codes) for expert_codes in codes]))
+            group_shape = experts, self.inputs // kind["group"], *matrix_shape[1:]
             if kind["codes"] == "float4":
                 group_scale = jnp.asarray(
-                    rng.integers(-3, 2, groups) + round(127 + np.log2(small)), jnp.uint8
+                    rng.integers(-3, 2, group_shape) + round(127 + np.log2(weight_std)), jnp.uint8
                 )
             else:
-                group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 * small, jnp.float16)
+                group_scale = jnp.asarray(
+                    rng.uniform(0.5, 2, group_shape) / 8 * weight_std, jnp.float16
+                )
             if kind["zeros"]:
-                group_zero = jnp.asarray(rng.integers(0, 16, groups), jnp.uint8)
-            numbers = decoded(kind["codes"], code.astype(int), np.asarray(group_scale), group_zero)
-        elif kind["codes"]:
-            numbers = EIGHT_BITS[kind["codes"]](rng, weight.shape)
-            weight = jnp.asarray(numbers.view(np.int8))
-            most = np.abs(numbers.astype(np.float64)).max()
-            output_scale = jnp.asarray(
-                rng.uniform(0.5, 2, (experts, *each[1:])) / most * small, jnp.float32
+                group_zero = jnp.asarray(rng.integers(0, 16, group_shape), jnp.uint8)
+            values = dequantise(
+                kind["codes"], codes.astype(int), np.asarray(group_scale), group_zero
             )
-            numbers = numbers.astype(np.float64) * np.asarray(output_scale, np.float64)[:, None]
+        elif kind["codes"]:
+            values = EIGHT_BITS[kind["codes"]](rng, weight.shape)
+            weight = jnp.asarray(values.view(np.int8))
+            largest = np.abs(values.astype(np.float64)).max()
+            output_scale = jnp.asarray(
+                rng.uniform(0.5, 2, (experts, *matrix_shape[1:])) / largest * weight_std,
+                jnp.float32,
+            )
+            values = values.astype(np.float64) * np.asarray(output_scale, np.float64)[:, None]
         if kind["rounded"]:
             x = jnp.asarray(EIGHT_BITS[kind["codes"]](rng, x.shape), jnp.bfloat16)
             row_scale = jnp.asarray(rng.uniform(0.5, 2, pairs) / 127, jnp.float32)
-        bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
-        scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
-        whose = np.sort(
+        bias = array(experts, *matrix_shape[1:], dtype=jnp.float32) if kind["bias"] else None
+        scale = array(pairs, dtype=jnp.float32) if kind["weighted"] else None
+        expert_ids = np.sort(
             np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)]
         )
-        given = []
+        operands = []
         for rows in self.sizes:
-            spare = 3 * rows  # of blocks that there are not
-            given.append(
+            unused_rows = 3 * rows  # three blocks past the end, filled with NaN
+            operands.append(
                 Operands(
-                    jnp.pad(x, ((0, spare), (0, 0)), constant_values=jnp.nan),
+                    jnp.pad(x, ((0, unused_rows), (0, 0)), constant_values=jnp.nan),
                     weight,
                     bias,
-                    None if scale is None else jnp.pad(scale, (0, spare), constant_values=jnp.nan),
-                    jnp.asarray(np.pad(np.repeat(whose, BLOCKS[-1] // rows), (0, 3)), jnp.int32),
+                    None
+                    if scale is None
+                    else jnp.pad(scale, (0, unused_rows), constant_values=jnp.nan),
+                    jnp.asarray(
+                        np.pad(np.repeat(expert_ids, BLOCKS[-1] // rows), (0, 3)), jnp.int32
+                    ),
                     jnp.full(1, pairs // rows, jnp.int32),
                     output_scale,
                     None
                     if row_scale is None
-                    else jnp.pad(row_scale, (0, spare), constant_values=jnp.nan),
+                    else jnp.pad(row_scale, (0, unused_rows), constant_values=jnp.nan),
                     group_scale,
                     group_zero,
                 )
             )
-        exact = np.asarray(x, np.float64) * (
+        x_f64 = np.asarray(x, np.float64) * (
             1 if row_scale is None else np.asarray(row_scale, np.float64)[:, None]
         )
-        return (), given, reference(kind, whose, exact, numbers, bias, scale)
+        return (), operands, reference(kind, expert_ids, x_f64, values, bias, scale)
 
-    def run(self, held, given):
-        """NaN where a size has other bits."""
+    def run(self, donated, inputs):
+        """Compute the product in blocks of every size; NaN where the results differ."""
         processors = 3 if self.interpret is not None else device.num_processors()
         outs = []
-        for rows, operands in zip(self.sizes, given, strict=True):
-            there = len(operands.x) - 3 * rows
+        for rows, operands in zip(self.sizes, inputs, strict=True):
+            used_rows = len(operands.x) - 3 * rows
             shape = ProductShape(
-                blocks=there // rows + 3,
+                blocks=used_rows // rows + 3,
                 rows=rows,
                 experts=len(operands.weight),
                 inputs=self.inputs,
@@ -139,55 +147,57 @@ class ProductCase:
                 processors=processors,
                 **{k: v for k, v in self.kind.items() if k != "grouped"},
             )
-            outs.append(multiply(shape, operands, self.interpret)[:there])
-        same = jnp.all(jnp.stack([out == outs[0] for out in outs]), 0)
-        return jnp.where(same, outs[0], jnp.nan), held
+            outs.append(multiply(shape, operands, self.interpret)[:used_rows])
+        is_same = jnp.all(jnp.stack([out == outs[0] for out in outs]), 0)
+        return jnp.where(is_same, outs[0], jnp.nan), donated
 
 
 def cases(kind: dict) -> list[Case]:
-    """What the process that tries runs; steps of four bits may end with half of one."""
-    halves = kind["group"] and FEATURES % kind["group"] == 0
+    """The self-test cases of a kind.
+
+    With small groups of four-bit codes, the inputs may end with half a pipeline step.
+    """
+    has_half_steps = kind["group"] and FEATURES % kind["group"] == 0
     if kind["summands"] > 1:
         exact = ProductCase(kind, outputs=128, allowed=LARGEST_ERROR_EXACT)
         return [exact, InLayers(exact)]
-    half = [ProductCase(kind, 2048 + FEATURES, name="half a step")] * bool(halves)
+    half = [ProductCase(kind, 2048 + FEATURES, name="half a step")] * bool(has_half_steps)
     return [ProductCase(kind), *half, InLayers(ProductCase(kind))]
 
 
-def decoded(codes: str, code, scale, zero=None) -> np.ndarray:
-    """The numbers of codes of four bits [experts, inputs, ...], rounded to bfloat16 as products see
-    them.
-    """
+def dequantise(codes: str, code, scale, zero=None) -> np.ndarray:
+    """The values of four-bit codes [experts, inputs, ...], rounded to bfloat16 as in the kernel."""
     if codes == "float4":
-        numbers = FLOAT4[code]
+        values = FLOAT4[code]
         scale = 2.0 ** (scale.astype(np.float64) - 127)
     else:
-        numbers = code - (
+        values = code - (
             8
             if zero is None
             else np.repeat(zero, code.shape[1] // zero.shape[1], 1).astype(np.float32)
         )
-    wide = numbers * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
-    return np.asarray(jnp.asarray(wide, jnp.bfloat16), np.float64)
+    products = values * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
+    return np.asarray(jnp.asarray(products, jnp.bfloat16), np.float64)
 
 
-def reference(kind: dict, whose, x, weight, bias, scale) -> np.ndarray:
-    """The result in float64, on the host, from the same inputs."""
+def reference(kind: dict, expert_ids, x, weight, bias, scale) -> np.ndarray:
+    """Compute the product in float64 on the host."""
     x, weight, bias, scale = (
         None if y is None else np.asarray(y, np.float64) for y in (x, weight, bias, scale)
     )
     out = []
-    for block, e in enumerate(whose):
+    for block, expert in enumerate(expert_ids):
         rows = slice(block * BLOCKS[-1], (block + 1) * BLOCKS[-1])
-        matrix = weight[e].T if kind["turned"] else weight[e].reshape(x.shape[1], -1)
-        y = (x[rows] @ matrix).reshape(BLOCKS[-1], kind["parts"], -1)
-        y = y if bias is None else y + bias[e]
-        y = y[:, 0] if kind["parts"] == 1 else combined(kind, y[:, 0], y[:, 1])
+        matrix = weight[expert].T if kind["transposed"] else weight[expert].reshape(x.shape[1], -1)
+        y = (x[rows] @ matrix).reshape(BLOCKS[-1], kind["projections"], -1)
+        y = y if bias is None else y + bias[expert]
+        y = y[:, 0] if kind["projections"] == 1 else apply_activation(kind, y[:, 0], y[:, 1])
         out.append(y if scale is None else y * scale[rows, None])
     return np.concatenate(out)
 
 
-def combined(kind: dict, gate, up) -> np.ndarray:
+def apply_activation(kind: dict, gate, up) -> np.ndarray:
+    """Apply the activation to gate and multiply by up."""
     if kind["clamp"] is not None:
         gate = np.minimum(gate, kind["clamp"])
         up = np.clip(up, -kind["clamp"], kind["clamp"])

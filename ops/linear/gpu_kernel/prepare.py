@@ -1,6 +1,4 @@
-"""From arrays of a model to the kernel's operands: what it takes, and how rows are cut into
-blocks.
-"""
+"""Prepares a model's arrays for the product kernels: support checks, blocks of rows, operands."""
 
 import math
 from dataclasses import replace
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 
 from ...attention import triton
 from ...gpu import TILE_SOURCE, device
-from ...gpu.self_test import TRITON, TriedKernel, require_pass
+from ...gpu.self_test import TRITON, SelfTestedKernel, require_pass
 from ...quant import four_bits
 from ...quant.four_bits import BLOCK
 from ...rounding import round_rows
@@ -24,47 +22,57 @@ SOURCES = (
     TILE_SOURCE,
     Path(__file__).parents[2] / "activation.py",
 )
-KERNEL = TriedKernel(f"{__package__}.accuracy", "a product with weights", SOURCES)
+KERNEL = SelfTestedKernel(f"{__package__}.accuracy", "a product with weights", SOURCES)
 TRITON_KERNEL = replace(KERNEL, compiler=TRITON)
-SUMMANDS = 3  # of bfloat16, with eight bits each, that a float32 is cut into
+SUMMANDS = 3  # bfloat16 numbers, with eight bits each, into which a float32 is split
 ACTIVATIONS = "silu", "gelu_tanh", "relu"
 
 
-class Machine(NamedTuple):
-    """What computes the products here."""
+class KernelChoice(NamedTuple):
+    """The kernel for this process's GPU."""
 
-    kernel: str  # as in `ProductShape`, and so is `processors`
-    processors: int
+    kernel: str  # as in `ProductShape`
+    processors: int  # as in `ProductShape`
 
     def block_rows(self, rows: int, codes: str | None) -> int:
-        """The smallest block that holds these rows, or the largest.
+        """Rows of the smallest block that holds these rows, or of the largest block.
 
-        An output's bits are the same in all.
+        The size of the blocks does not change a result's bits.
         """
         sizes = block_sizes(self.kernel, codes)
         return next((size for size in sizes if rows <= size), sizes[-1])
 
 
-def machine(interpret: Any) -> Machine:
-    """Hopper's own kernel, or for the other generations Triton's. `interpret`: parameters of Mosaic
-    GPU's interpreter, or True for Pallas' own, which has Triton's kernel."""
+def choose_kernel(interpret: Any) -> KernelChoice:
+    """Choose the Mosaic kernel on Hopper, the Triton kernel on other generations.
+
+    Args:
+        interpret: Parameters of Mosaic GPU's interpreter, or True for Pallas' own interpreter,
+            which runs the Triton kernel; None for the GPU.
+    """
     if interpret is not None:
-        return Machine("triton" if interpret is True else "mosaic", 3)
+        return KernelChoice("triton" if interpret is True else "mosaic", 3)
     if device.is_hopper():
-        return Machine("mosaic", device.num_processors())
+        return KernelChoice("mosaic", device.num_processors())
     if (reason := device.no_ampere_reason()) is not None:
         raise NotImplementedError(reason)
-    return Machine("triton", device.num_processors())
+    return KernelChoice("triton", device.num_processors())
 
 
-def require(
-    here: Machine, x, matrix: GpuMatrix, inputs: int, outputs: int, activation: str | None = None,
-    turned: bool = False, grouped: bool = False,
-) -> None:  # fmt: skip
-    """Declines what the kernel cannot serve, with all that stands against it."""
+def check_supported(
+    choice: KernelChoice,
+    x,
+    matrix: GpuMatrix,
+    inputs: int,
+    outputs: int,
+    activation: str | None = None,
+    transposed: bool = False,
+    grouped: bool = False,
+) -> None:
+    """Raise NotImplementedError with all reasons why the kernel does not support a product."""
     reasons = []
-    if here.kernel == "triton":
-        if turned or matrix.summands > 1 or not (grouped or matrix.codes):
+    if choice.kernel == "triton":
+        if transposed or matrix.summands > 1 or not (grouped or matrix.codes):
             reasons.append(
                 "on this card the kernel is for experts and for codes: other products XLA "
                 "does as well"
@@ -98,14 +106,14 @@ def require(
 
 
 def run(shape: ProductShape, operands: Operands, interpret: Any):
-    """The product, where the kernel has passed its trial for such products."""
+    """Compute the product; NotImplementedError if the kernel failed its self-test for this kind."""
     if interpret is None:
-        require_trial(shape)
+        require_self_test(shape)
     return multiply(shape, operands, interpret)
 
 
 def multiply(shape: ProductShape, operands: Operands, interpret: Any):
-    """By the kernel of the shape, which is imported only now: it imports a compiler."""
+    """Compute the product by `shape.kernel`, imported on use because it imports a compiler."""
     if shape.kernel == "triton":
         from . import triton as kernel
     else:
@@ -113,17 +121,17 @@ def multiply(shape: ProductShape, operands: Operands, interpret: Any):
     return kernel.multiply(shape, operands, interpret=interpret)
 
 
-def require_trial(shape: ProductShape) -> None:
-    """Declines a kind of product that the kernel has not been seen to get right on this card."""
+def require_self_test(shape: ProductShape) -> None:
+    """Raise NotImplementedError unless the kernel passes its self-test for this kind of product."""
     kind = {
         "grouped": shape.experts > 1,
-        "parts": shape.parts,
-        "turned": shape.turned,
+        "projections": shape.projections,
+        "transposed": shape.transposed,
         "activation": shape.activation,
         "clamp": shape.clamp,
         "alpha": shape.alpha,
         "bias": shape.bias,
-        "weighed": shape.weighed,
+        "weighted": shape.weighted,
         "out_dtype": shape.out_dtype,
         "codes": shape.codes,
         "group": shape.group,
@@ -135,14 +143,15 @@ def require_trial(shape: ProductShape) -> None:
     require_pass(TRITON_KERNEL if shape.kernel == "triton" else KERNEL, kind)
 
 
-def matrix(weight) -> GpuMatrix:
-    """What the kernel reads of an array, or of a node."""
+def as_gpu_matrix(weight) -> GpuMatrix:
+    """The arrays of an array or node as the kernels read them."""
     return weight.gpu_matrix() if isinstance(weight, Weight) else GpuMatrix(weight)
 
 
-def meeting_rows(x_PK, matrix: GpuMatrix):
-    """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds
-    codes exactly.
+def prepare_rows(x_PK, matrix: GpuMatrix):
+    """The rows as the kernel takes them, and each row's scale if they are quantised.
+
+    Quantised values are passed in bfloat16, which holds them exactly.
     """
     if not matrix.rounded:
         return plain(x_PK), None
@@ -152,11 +161,12 @@ def meeting_rows(x_PK, matrix: GpuMatrix):
 
 
 def summands(w_KO):
-    """A float32 matrix as bfloat16 [3 * K, O]: three whose sum has all its bits, the smallest
-    first.
+    """Split a float32 matrix into bfloat16 summands: [3 * K, O], the smallest summand first.
+
+    Their sum has all bits of the matrix.
     """
 
-    def cut(w_KO):  # by its bits: of a conversion and its inverse XLA may make nothing
+    def cut(w_KO):  # bitwise, because XLA may remove a conversion that is followed by its inverse
         bits_KO = jax.lax.bitcast_convert_type(w_KO, jnp.uint32) & jnp.uint32(0xFFFF0000)
         return jax.lax.bitcast_convert_type(bits_KO, jnp.float32)
 
@@ -171,44 +181,64 @@ def dense(
     bias=None,
     *,
     dtype,
-    parts: int = 1,
-    turned: bool = False,
+    projections: int = 1,
+    transposed: bool = False,
     activation: str | None = None,
     interpret: Any = None,
 ):
-    """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
+    """Multiply rows with one weight.
+
+    Args:
+        x_RK: Rows, or `RoundedRows`.
+        matrix: The weight, [K, projections * outputs], or [outputs, K] if transposed.
+
+    Returns:
+        [R, outputs].
+    """
     weight = matrix.array
     rows, inputs = plain(x_RK).shape
     stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs * matrix.summands
-    outputs = math.prod(weight.shape) // stored // parts
-    here = machine(interpret)
-    require(here, plain(x_RK), matrix, inputs, outputs, activation, turned)
-    size = here.block_rows(rows, matrix.codes)
+    outputs = math.prod(weight.shape) // stored // projections
+    choice = choose_kernel(interpret)
+    check_supported(choice, plain(x_RK), matrix, inputs, outputs, activation, transposed)
+    size = choice.block_rows(rows, matrix.codes)
     blocks = -(-rows // size)
     shape = ProductShape(
-        blocks=blocks, rows=size, experts=1, inputs=inputs, outputs=outputs, parts=parts,
-        processors=here.processors, out_dtype=jnp.dtype(dtype).name, activation=activation,
-        bias=bias is not None, turned=turned, kernel=here.kernel, **matrix.options,
-    )  # fmt: skip
+        blocks=blocks,
+        rows=size,
+        experts=1,
+        inputs=inputs,
+        outputs=outputs,
+        projections=projections,
+        processors=choice.processors,
+        out_dtype=jnp.dtype(dtype).name,
+        activation=activation,
+        bias=bias is not None,
+        transposed=transposed,
+        kernel=choice.kernel,
+        **matrix.options,
+    )
     missing = blocks * size - rows
     x_PK = jax.tree.map(lambda x: jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))), x_RK)
-    x_PK, row_scale_P = meeting_rows(x_PK, matrix)
-    weight = weight.reshape((1, outputs, inputs) if turned else (1, stored, parts, outputs))
-    scales = matrix.scales(1, parts, outputs)
-    bias = None if bias is None else bias.astype(jnp.float32).reshape(1, parts, outputs)
+    x_PK, row_scale_P = prepare_rows(x_PK, matrix)
+    weight = weight.reshape(
+        (1, outputs, inputs) if transposed else (1, stored, projections, outputs)
+    )
+    scales = matrix.scales(1, projections, outputs)
+    bias = None if bias is None else bias.astype(jnp.float32).reshape(1, projections, outputs)
     experts = jnp.zeros(blocks, jnp.int32)
     count = jnp.full(1, blocks, jnp.int32)
     operands = Operands(x_PK, weight, bias, None, experts, count, row_scale=row_scale_P, **scales)
     return run(shape, operands, interpret)[:rows]
 
 
-def each(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
-    """[T, N, outputs] of rows with N heads and the weight of each, [N, outputs, K]."""
+def multiply_heads(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
+    """Multiply each head's rows with the head's weight, [N, outputs, K]; [T, N, outputs]."""
     T, N, inputs = x_TNK.shape
     outputs = matrix.array.shape[1]
-    here = machine(interpret)
-    require(here, x_TNK, matrix, inputs, outputs, turned=True, grouped=True)
-    size = here.block_rows(T, matrix.codes)
+    choice = choose_kernel(interpret)
+    check_supported(choice, x_TNK, matrix, inputs, outputs, transposed=True, grouped=True)
+    size = choice.block_rows(T, matrix.codes)
     blocks = -(-T // size)
     shape = ProductShape(
         blocks=N * blocks,
@@ -216,11 +246,11 @@ def each(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
         experts=N,
         inputs=inputs,
         outputs=outputs,
-        parts=1,
-        processors=here.processors,
+        projections=1,
+        processors=choice.processors,
         out_dtype=jnp.dtype(dtype).name,
-        turned=True,
-        kernel=here.kernel,
+        transposed=True,
+        kernel=choice.kernel,
         **matrix.options,
     )
     x_NPK = jnp.pad(jnp.swapaxes(x_TNK, 0, 1), ((0, 0), (0, blocks * size - T), (0, 0)))

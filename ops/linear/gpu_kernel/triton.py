@@ -1,9 +1,8 @@
-"""The same product on NVIDIA GPUs of other generations: a program is one block of rows and 64
-outputs.
+"""The product kernel for NVIDIA GPUs other than Hopper, in Triton.
 
-Triton compiles it for each card. As in `hopper.py`, weights are the left operand, so that blocks of
-every size are multiplied by the same instructions, and one program sums all inputs of an output in
-one order. Codes become numbers in registers.
+A program computes 64 outputs of one block of rows. As in `hopper.py`, weights are the left operand,
+so that blocks of every size use the same instructions, and one program sums all inputs of an output
+in a fixed order. Codes are decoded in registers.
 """
 
 import functools
@@ -22,33 +21,31 @@ from ...quant.int4 import MIDDLE
 from .shape import BLOCKS, FEATURES, Operands, ProductShape
 
 HALF = BLOCK // 2  # inputs of a step
-PIECE = 32  # inputs that are decoded at once: groups are of as many or more
+PIECE = 32  # inputs that are decoded at once; groups have at least as many
 
 
 def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
-    """[blocks * rows, outputs]; blocks that there are not hold anything."""
+    """Compute the product: [blocks * rows, outputs]. Blocks not in use have undefined results."""
     names = [name for name, x in operands._asdict().items() if x is not None]
     tiles = shape.outputs // FEATURES
-    # row after row meets the same part of the weight while that is in the card's cache
+    # consecutive programs use the same part of the weight while it is in the GPU's cache
     dense = shape.experts == 1
     return pl.pallas_call(
         functools.partial(run, shape, names, dense, interpret is not None),
         out_shape=jax.ShapeDtypeStruct((shape.blocks * shape.rows, shape.outputs), shape.out_dtype),
         grid=(shape.blocks, tiles) if dense else (tiles, shape.blocks),
-        compiler_params=plgpu.CompilerParams(num_warps=warps(shape), num_stages=stages(shape)),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps(shape), num_stages=stages(shape)),
         interpret=interpret is not None,
         name="product",
     )(*(x for x in operands if x is not None))
 
 
-def warps(shape: ProductShape) -> int:
+def num_warps(shape: ProductShape) -> int:
     return 8 if shape.rows > 64 else 4
 
 
 def stages(shape: ProductShape) -> int:
-    """Steps that are copied ahead: 99 KiB of shared memory are what the smallest cards have for a
-    program.
-    """
+    """Pipeline stages: as many as fit into 99 KiB of shared memory, the smallest of any GPU."""
     return 4 if shape.rows <= 64 else 3
 
 
@@ -76,10 +73,10 @@ def compute(
 ) -> None:
     rows = pl.ds(row, shape.rows)
     features = pl.ds(feature, FEATURES)
-    numbers = of_four_bits if shape.packed else of_a_step
+    load_weights = load_packed_weights if shape.packed else load_step_weights
 
     def add(k, sums):
-        for start, weights in numbers(shape, operands, expert, features, k):
+        for start, weights in load_weights(shape, operands, expert, features, k):
             x_RK = operands.x[rows, pl.ds(start, len(weights[0]))]
             sums = [
                 add_product(total, w_KF, x_RK, interpreted)
@@ -87,21 +84,21 @@ def compute(
             ]
         return sums
 
-    nothing = [jnp.zeros((FEATURES, shape.rows), jnp.float32)] * shape.parts
+    zeros = [jnp.zeros((FEATURES, shape.rows), jnp.float32)] * shape.projections
     steps = -(-shape.inputs // (BLOCK if shape.packed else HALF))
-    parts = []
-    for part, y_FR in enumerate(lax.fori_loop(0, steps, add, nothing)):
+    outputs = []
+    for projection, y_FR in enumerate(lax.fori_loop(0, steps, add, zeros)):
         if operands.output_scale is not None:
-            y_FR = y_FR * operands.output_scale[expert, part, features][:, None]
+            y_FR = y_FR * operands.output_scale[expert, projection, features][:, None]
         if operands.row_scale is not None:
             y_FR = y_FR * operands.row_scale[rows][None]
         if operands.bias is not None:
-            y_FR = y_FR + operands.bias[expert, part, features][:, None]
-        parts.append(y_FR)
+            y_FR = y_FR + operands.bias[expert, projection, features][:, None]
+        outputs.append(y_FR)
     y_FR = (
-        parts[0]
-        if shape.parts == 1
-        else combine(*parts, shape.activation or "", shape.clamp, shape.alpha)
+        outputs[0]
+        if shape.projections == 1
+        else combine(*outputs, shape.activation or "", shape.clamp, shape.alpha)
     )
     if operands.scale is not None:
         y_FR = y_FR * operands.scale[rows][None]
@@ -111,57 +108,60 @@ def compute(
 def add_product(total_FR, w_KF, x_RK, interpreted: bool):
     if not interpreted:
         return total_FR + plgpu.dot(w_KF, x_RK, trans_a=True, trans_b=True)
-    # A product's order could depend on its sizes there.
+    # In the interpreter the order of a sum could depend on the sizes, so they are always the same.
     x_NK = jnp.pad(x_RK, ((0, BLOCKS[-1] - len(x_RK)), (0, 0)))
     return total_FR + jnp.dot(w_KF.T, x_NK.T, preferred_element_type=jnp.float32)[:, : len(x_RK)]
 
 
-def of_a_step(shape: ProductShape, operands: Operands, expert, features, k):
-    """(the first input, the weights of each part) of a step."""
+def load_step_weights(shape: ProductShape, operands: Operands, expert, features, k):
+    """[(first input, weights of each projection)] of step `k`, of unquantised or 8-bit weights."""
     start = k * HALF
     dtype = operands.x.dtype
     codes = [
-        operands.weight[expert, pl.ds(start, HALF), part, features] for part in range(shape.parts)
+        operands.weight[expert, pl.ds(start, HALF), projection, features]
+        for projection in range(shape.projections)
     ]
     decode = fp8.decode_e4m3 if shape.codes == "float8" else lambda codes_KF: codes_KF
     return [(start, [decode(codes_KF).astype(dtype) for codes_KF in codes])]
 
 
-def of_four_bits(shape: ProductShape, operands: Operands, expert, features, k):
-    """(the first input, the weights of each part), of the groups of a block. The last block ends
-    with the last input: what it holds once more counts as zero."""
+def load_packed_weights(shape: ProductShape, operands: Operands, expert, features, k):
+    """Yield (first input, weights of each projection) for pieces of block `k` of four-bit weights.
+
+    The last block ends with the last input; inputs that it repeats have weights of zero.
+    """
     first = jnp.minimum(k * BLOCK, shape.inputs - BLOCK)
-    again = k * BLOCK - first
-    for at in range(0, HALF, PIECE):
-        stored = pl.ds(k * HALF + at, PIECE)
+    num_repeated = k * BLOCK - first
+    for offset in range(0, HALF, PIECE):
+        stored = pl.ds(k * HALF + offset, PIECE)
         packed = [
-            operands.weight[expert, stored, part, features].astype(jnp.int32)
-            for part in range(shape.parts)
+            operands.weight[expert, stored, projection, features].astype(jnp.int32)
+            for projection in range(shape.projections)
         ]
         for half in range(2):
-            start = first + half * HALF + at
+            start = first + half * HALF + offset
             group = start // shape.group
             weights = []
-            for part, codes_KF in enumerate(packed):
+            for projection, codes_KF in enumerate(packed):
                 code_KF = codes_KF >> 4 * half & 15
-                scale_F = operands.group_scale[expert, group, part, features]
+                scale_F = operands.group_scale[expert, group, projection, features]
                 if shape.codes == "float4":
                     w_KF = float4(code_KF)
                     scale_F = lax.bitcast_convert_type(scale_F.astype(jnp.int32) << 23, jnp.float32)
                 elif shape.zeros:
-                    zero_F = operands.group_zero[expert, group, part, features]
+                    zero_F = operands.group_zero[expert, group, projection, features]
                     w_KF = (code_KF - zero_F.astype(jnp.int32)[None]).astype(jnp.float32)
                 else:
                     w_KF = (code_KF - MIDDLE).astype(jnp.float32)
                 scale_F = scale_F.astype(jnp.float32)
                 if shape.inputs % BLOCK and not half:
-                    scale_F = jnp.where(again > 0, 0, scale_F)
+                    scale_F = jnp.where(num_repeated > 0, 0, scale_F)
                 weights.append((w_KF * scale_F[None]).astype(operands.x.dtype))
             yield start, weights
 
 
 def float4(code_KF):
-    """E2M1 by its bits: twice the size is a whole number."""
+    """Decode E2M1 codes with integer arithmetic: twice a magnitude is an integer."""
     size_KF = code_KF & 7
     twice_KF = jnp.where(
         size_KF < 2, size_KF, ((size_KF & 1) + 2) << jnp.maximum((size_KF >> 1) - 1, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...gpu import TILE_SOURCE, device
-from ...gpu.self_test import TriedKernel, require_pass
+from ...gpu.self_test import SelfTestedKernel, require_pass
 from . import RoutingRule
 from .blocks import Blocks
 
@@ -18,7 +18,7 @@ MAX_EXPERTS = 1024  # the scores are held in the registers of 128 threads
 MAX_TOP_K = 16  # experts of a token are chosen one after the other
 MAX_PAIRS = 2048  # every program counts all pairs; with more the XLA implementation is faster
 SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
-KERNEL = TriedKernel(f"{__package__}.accuracy", "routing", SOURCES)
+KERNEL = SelfTestedKernel(f"{__package__}.accuracy", "routing", SOURCES)
 
 
 def route(logits_TE, live_T, rule: RoutingRule, choice_bias_E=None, *, interpret: Any = None):

@@ -402,7 +402,10 @@ SERVE_COMMAND = IMPORTING.replace("COMMAND", '"serve", "--port", "0"')
 @pytest.mark.parametrize(
     ("script", "number"),
     [
-        (LOAD_MODEL, signal.SIGINT), (SERVE_MODEL, signal.SIGTERM), (GENERATE_COMMAND, signal.SIGINT), (CHAT_COMMAND, signal.SIGINT),
+        (LOAD_MODEL, signal.SIGINT),
+        (SERVE_MODEL, signal.SIGTERM),
+        (GENERATE_COMMAND, signal.SIGINT),
+        (CHAT_COMMAND, signal.SIGINT),
         (SERVE_COMMAND, signal.SIGINT),
     ],
     ids=["loading", "serving", "generate-imports", "chat-imports", "serve-imports"],

@@ -86,7 +86,7 @@ pass, 65 are skipped, nearly all since they call vLLM's own code, and 53 fail:
 """
 
 
-def read_names() -> dict[str, list[str]]:
+def published() -> dict[str, list[str]]:
     """Names by section of vllm_names.txt."""
     names_by_section: dict[str, list[str]] = {}
     section = ""
@@ -167,7 +167,7 @@ def table(title: str, first: str, rows: Iterator[tuple[str, str, str]]) -> str:
 
 
 def page() -> str:
-    names = read_names()
+    names = published()
     flags = sorted({*names["serve"], *names["EngineArgs"]} - {"model"})
     options, params = (
         {field.name for field in fields(kind)} for kind in (EngineOptions, SamplingParams)

@@ -1,4 +1,4 @@
-"""config.json as it is published with real models, and what is known of them."""
+"""Published config.json files of real models, and their known properties."""
 
 from typing import Any, NamedTuple
 
@@ -6,16 +6,16 @@ GLOBAL = None
 
 
 class Published(NamedTuple):
-    """A config.json, the parameters its model is known to have, and each layer's window."""
+    """A config.json, the model's known number of parameters, and each layer's window."""
 
     config: dict[str, Any]
     parameters: float
     windows: list[int | None]
 
 
-def kinds(layers: int, every: int, window: int) -> list[int | None]:
-    """Each `every`-th layer global, the rest behind a window."""
-    return [window if (i + 1) % every else GLOBAL for i in range(layers)]
+def kinds(layers: int, full_every: int, window: int) -> list[int | None]:
+    """Each `full_every`-th layer is global, the others have a sliding window."""
+    return [window if (i + 1) % full_every else GLOBAL for i in range(layers)]
 
 
 LONG_FACTORS = {

@@ -1,4 +1,4 @@
-"""config.json as it is published with models that have experts, and what is known of them."""
+"""Published config.json files of models with experts, and their known properties."""
 
 from quire.tests.support.published import GLOBAL, Published, kinds
 
@@ -137,7 +137,7 @@ def spelled(windows: list[int | None]) -> list[str]:
 
 
 def gemma4(windows: list[int | None], **text) -> dict:
-    """The text model's keys in those of the whole, which also sees and hears."""
+    """The config of a multimodal model with the text model's keys in `text_config`."""
     return {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "audio_config": None,
@@ -167,8 +167,8 @@ def gemma4(windows: list[int | None], **text) -> dict:
     }
 
 
-def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
-    """The text model's keys in those of the whole, which also sees."""
+def llama4(experts: int, moe_interval: int, rope_scaling: dict | None) -> dict:
+    """The config of an image-text model with the text model's keys in `text_config`."""
     return {
         "architectures": ["Llama4ForConditionalGeneration"],
         "boi_token_index": 200080,
@@ -190,12 +190,12 @@ def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
             "hidden_act": "silu",
             "hidden_size": 5120,
             "initializer_range": 0.02,
-            "interleave_moe_layer_step": every,
+            "interleave_moe_layer_step": moe_interval,
             "intermediate_size": 8192,
             "intermediate_size_mlp": 16384,
-            "max_position_embeddings": 10485760 if every == 1 else 1048576,
+            "max_position_embeddings": 10485760 if moe_interval == 1 else 1048576,
             "model_type": "llama4_text",
-            "no_rope_layers": [1, 1, 1, 0] * 12 if every == 1 else [],
+            "no_rope_layers": [1, 1, 1, 0] * 12 if moe_interval == 1 else [],
             "num_attention_heads": 40,
             "num_experts_per_tok": 1,
             "num_hidden_layers": 48,
@@ -210,7 +210,7 @@ def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
             "router_jitter_noise": 0.0,
             "torch_dtype": "bfloat16",
             "use_cache": True,
-            "use_qk_norm": every == 1,
+            "use_qk_norm": moe_interval == 1,
             "vocab_size": 202048,
         },
         "torch_dtype": "bfloat16",

@@ -67,7 +67,7 @@ def few_programs_a_module(programs):
 
 @pytest.fixture
 def few_programs(programs):
-    """For modules in which every test compiles a model."""
+    """Forget compiled programs after each test; for modules in which every test compiles a model."""
     yield
     programs.forget_many()
 

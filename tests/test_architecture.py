@@ -17,8 +17,8 @@ from quire import EXPORTS
 from quire.tests.support.violations import require_none
 
 ROOT = Path(__file__).parents[1]
-# Rooms in order: each may import itself and the rooms before it, also inside of functions. A room is
-# a folder or a file; a file belongs to the longest room that is a prefix of its path.
+# Rooms in order: each may import itself and the rooms before it, also inside of functions. A room
+# is a folder or a file; a file belongs to the longest room that is a prefix of its path.
 ROOMS = """
     sharding/struct sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
@@ -80,12 +80,12 @@ UNRESTRICTED_FILES = [
     *sorted(PEERS.glob("run_*.py")),
     PEERS / "continuous.py",
     PEERS / "answer_gguf.py",
-]  # they run others' engines
-# reads compiled programs, as JAX writes them: code anyway
+]  # programs that run other engines
+# unpickles compiled programs, which are code in any case
 UNRESTRICTED_FILES.append(ROOT / "serving" / "device" / "programs.py")
 UNRESTRICTED_FILES.append(
     ROOT / "ops" / "attention" / "flashinfer_kernel" / "builder.py"
-)  # of another's code, in a process of its own
+)  # runs FlashInfer's builder in another process
 KERNEL_FILES = ("ops/*_kernel.py", "ops/*_kernel/*.py")
 MAX_LINES = 650
 # Retired words of names; use delivery, release, tenant and offload instead.
@@ -129,9 +129,7 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 @functools.cache
 def imports(path: Path) -> tuple[tuple[int, str], ...]:
-    """(line, module) of every import of a file, those inside functions too; relative ones
-    resolved.
-    """
+    """(line, absolute module) of every import of a file, also inside functions."""
     package = package_name(path).split(".")
     found_imports: list[tuple[int, str]] = []
     for node in nodes(path):
@@ -226,7 +224,7 @@ def test_no_import_cycles():
             module if module in files else module.rpartition(".")[0] for _, module in imports(path)
         }
         dependencies[name] = imported & files.keys() - {name}
-    graphlib.TopologicalSorter(dependencies).prepare()  # its error names the files of a circle
+    graphlib.TopologicalSorter(dependencies).prepare()  # its error names the files of a cycle
 
 
 def test_packages_import_themselves_relatively():
@@ -365,7 +363,7 @@ def test_setuptools_package_list_is_complete():
     for path in [*FILES, *TOOLS]:
         assert (path.parent / "__init__.py").exists(), f"{path.parent} lacks __init__.py"
     top = {path.parent.name for path in ROOT.glob("[!.]*/__init__.py")}
-    assert top == {*LAYERS, "tools"}, "a package that the layers do not know"
+    assert top == {*LAYERS, "tools"}, "a package is missing in LAYERS"
 
 
 def test_packaged_code_imports_no_tools_or_tests():
@@ -439,7 +437,6 @@ def test_engine_and_server_load_no_optional_library():
 
 
 def test_sources_have_no_local_paths_and_only_allowed_hosts():
-    """Nothing points at somebody's disk, and every address is one that a reader may follow."""
     paths = [*FILES, *TOOLS, *EXAMPLES, *(ROOT / "tests").rglob("*.py"), ROOT / ".ci" / "run"]
     paths += [path for path in (ROOT / ".github").rglob("*") if path.is_file()]
     paths += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
@@ -451,7 +448,7 @@ def test_sources_have_no_local_paths_and_only_allowed_hosts():
             if match := private_path.search(line):
                 yield f"{relative_path(path)}:{number} mentions {match[0]}"
             for host in re.findall(r"https?://([\w.-]*\w)", line):
-                # .example is nobody's, by RFC 2606.
+                # .example is reserved (RFC 2606).
                 if host not in ALLOWED_HOSTS | {"localhost", "127.0.0.1"} and not host.endswith(
                     ".example"
                 ):
@@ -464,9 +461,7 @@ def test_sources_have_no_local_paths_and_only_allowed_hosts():
 
 
 def test_only_publish_renames_files():
-    """`publish` alone renames: a temporary name that two containers may choose has published
-    half-written files.
-    """
+    """Only `publish` uses temporary names that are unique across containers."""
 
     def renames(node: ast.AST) -> bool:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):

@@ -1,4 +1,4 @@
-"""The declared requirements of `quire` and of each extra suffice: environments here have nothing else."""
+"""The declared requirements of `quire` and of each extra suffice in otherwise empty environments."""
 
 import ast
 import sys
@@ -23,7 +23,8 @@ MODULES = {
     for folder in FOLDERS
     for path in sorted(folder.glob("*.py"))
 }
-# By extra: the modules that need it (with all their submodules), and the libraries that these import.
+# By extra: the modules that need it (with all their submodules), and the libraries that these
+# import.
 NEEDED_BY = {
     "cuda": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
     "cuda12": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),

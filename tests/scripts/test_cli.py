@@ -1,4 +1,4 @@
-"""The command line over a fake engine that records its requests: parsing, printing, errors, Ctrl-C."""
+"""The command line over a fake engine: parsing, printing, errors, Ctrl-C."""
 
 import io
 import json
@@ -522,8 +522,8 @@ def test_chat_reads_multi_line_messages_between_triple_quotes(run):
 
 
 def test_chat_in_a_pseudo_terminal(tmp_path):
-    """With a real model: speed and colours are shown; Ctrl-C at an idle prompt keeps the conversation;
-    pasted lines are one message.
+    """With a real model: speed and colours are shown; Ctrl-C at an idle prompt keeps the
+    conversation; pasted lines are one message.
     """
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 80))

@@ -178,7 +178,12 @@ def used_flags() -> dict[str, set[str]]:
         "scale-out": re.findall(r"--[a-z][a-z-]+", SCALE_OUT.read_text()),
         "comments": re.findall(r"--[a-z][a-z-]+", "".join(re.findall(r"# .*", all_text()))),
     }
-    foreign_flags = {"--now", "--build-arg", "--gpus", "--stop-timeout"}  # systemctl's and docker's
+    foreign_flags = {
+        "--now",
+        "--build-arg",
+        "--gpus",
+        "--stop-timeout",
+    }  # options of systemctl and docker
     return {
         name: {re.split("[ =]", word)[0] for word in words if word.startswith("--")} - foreign_flags
         for name, words in words_by_source.items()

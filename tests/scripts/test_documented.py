@@ -150,7 +150,7 @@ def reader_folder(tmp_path_factory):
 
 
 FIRST_PAGES = [ROOT / "docs" / name for name in ("quickstart.md", "offline.md")]
-HUB_PREFIX = "Qwen/"  # lines with such a model would fetch it
+HUB_PREFIX = "Qwen/"  # models of the Hub would be downloaded
 RUNNABLE_LINES = [
     line
     for page in (PAGES[0], ROOT / "docs" / "commands.md", *FIRST_PAGES)

@@ -1,4 +1,4 @@
-"""`quire plan`: its arithmetic against published figures, brute-force counts and the engine's cache."""
+"""`quire plan` against published figures, brute-force counts and the engine's cache."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def published(name: str) -> ModelConfig:
 def test_parameter_and_kv_bytes_match_published_figures(name):
     config = published(name)
     parameters, token, at_4k = PUBLISHED[name][1]
-    # norms are kept in float32
+    # norms are stored in float32
     assert cost.weight_bytes(config) == pytest.approx(2 * parameters, rel=1e-4)
     assert cost.kv_bytes(config, 1) == pytest.approx(token, rel=0.01)
     assert cost.kv_bytes(config, 4096) == pytest.approx(at_4k, rel=0.02)
@@ -41,7 +41,7 @@ def test_dense_model_needs_two_operations_per_weight():
     norms = 4096 * (2 * 32 + 1)
     multiplied = 6_738_415_616 - 32000 * 4096 - norms  # all weights but the embedding table
     assert cost.operations(config, 0) == 2 * multiplied
-    assert cost.operations(config, 100) == 2 * multiplied + 32 * 32 * 4 * 128 * 100  # QK and AV
+    assert cost.operations(config, 100) == 2 * multiplied + 32 * 32 * 4 * 128 * 100  # Q·K and P·V
 
 
 def test_balance_batch_on_h100_is_the_roofline_ridge():

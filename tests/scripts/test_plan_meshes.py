@@ -42,7 +42,8 @@ def test_tensor_parallel_cost_by_hand():
     assert choice.decode.send == pytest.approx(choice.decode.sent / 1e5 + 5 * LATENCY)
     assert choice.decode.total == choice.decode.slowest == choice.decode.read + choice.decode.send
     assert choice.tokens_a_second == 4 / choice.decode.total
-    # A prompt of eight tokens, with half of its KV read on average: six tokens, one of them sampled.
+    # A prompt of eight tokens, with half of its KV read on average: six tokens, one of them
+    # sampled.
     prompt_operations = 2 * (6 * 2 * (LAYER // 2 + 4 * 2 * 4 * 2) + 16 * 32)
     assert choice.prompt.compute == pytest.approx(prompt_operations / 1e7)
     assert choice.prompt.read == pytest.approx(

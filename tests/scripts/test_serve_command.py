@@ -149,7 +149,7 @@ def test_serve_on_a_unix_socket(tmp_path):
 
 @pytest.mark.slow
 def test_models_are_swapped_within_max_loaded():
-    """One of two models may be loaded; a request for the other swaps them without other answers."""
+    """One of two models may be loaded at a time; swapping them does not change their answers."""
     folders = [str(FOLDER / "quill"), str(FOLDER / "quill_draft")]
     with serve_process(*folders, "--max-loaded", "1", "--max-num-seqs", "4") as (_, address):
 

@@ -200,8 +200,8 @@ def test_a_shared_prefix_is_computed_once():
 
 
 def test_allocated_pages_are_almost_full():
-    """Over 96 % of the slots of allocated pages hold a token. Reserving the longest answer for every
-    request would fill 20 % to 40 %.
+    """Over 96 % of the slots of allocated pages hold a token. Reserving the longest answer for
+    every request would fill 20 % to 40 %.
     """
     simulation = make_simulation((6000, 3000), limits=(32, 512, 32))
     simulation.run(conversations(600, 20.0, 4, limit=1800))

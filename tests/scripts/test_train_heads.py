@@ -1,4 +1,4 @@
-"""Training of draft heads: losses and acceptance counts, training data, and interrupted sessions."""
+"""Training of draft heads: losses, acceptance counts, training data and interrupted sessions."""
 
 import json
 import os

@@ -41,7 +41,7 @@ ENDS = (
 
 @dataclass(frozen=True)
 class Written:
-    """One answer: in parts, whole, and as blocks (kind, text or call) of adjacent parts of a kind."""
+    """One answer: in parts, whole, and as blocks of adjacent parts: (kind, text or call)."""
 
     parts: list[ChoicePart]
     answer: FinishedChoice

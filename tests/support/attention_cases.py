@@ -17,7 +17,7 @@ from quire.ops.attention.backend import AttentionParams, AttentionShape
 from quire.sharding.device_axes import UNSPLIT, Axis
 from quire.tests.support import four_bits
 
-LONGEST = 192  # positions a sequence
+LONGEST = 192  # maximum length of a sequence
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -70,10 +70,10 @@ def call_shape(q_TNH, pages: KVPages, params: AttentionParams) -> AttentionShape
 
 @dataclass
 class Sequence:
-    """Random arrays of a sequence that depend only on the seed, not on how it is split into steps."""
+    """Random arrays of a sequence; they depend on the seed, not on the split into steps."""
 
     seed: int
-    start: int  # rows before this one are in the cache
+    start: int  # tokens before this one are in the cache
     rows: int
 
     def arrays(self, shape: Shape):
@@ -133,7 +133,7 @@ class Case:
 
 
 def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> Case:
-    """Make a step's inputs. Pages are in random order; padding and slots without an owner are NaN."""
+    """Make a step's inputs. Pages are in random order; padding and unowned slots are NaN."""
     S, M, T, B = shape.S, -(-LONGEST // shape.S), shape.T, shape.B
     dtype = sequences[0].arrays(shape)[0].dtype
     P = 2 + M * shape.B
@@ -265,7 +265,7 @@ def check(
     attend: Callable[..., Any] = paged_attention,
     close: dict[str, float] | None = None,
 ) -> None:
-    """Check a step's results, that it writes only the slots of its tokens, and that padding is zero."""
+    """Check a step's results, and that it writes only its tokens' slots and zeros padding."""
     case = build(shape, sequences, rng)
     out, pages = run(shape, case, attend)
     close = close or shape.close

@@ -1,7 +1,7 @@
 """Test cases that `make test` and `make check` leave out.
 
-They draw a tenth of the random cases (but a few at least), `make test-all` draws all; QUIRE_CASES=10
-draws ten times as many.
+They draw a tenth of the random cases (but a few at least), `make test-all` draws all;
+QUIRE_CASES=10 draws ten times as many.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Environments with what `quire` and one of its extras declare, and nothing else.
 
-Every installed distribution in the closure of the requirements is linked into a virtual environment,
-without those of the tests and of other extras, as on a user's machine.
+Every installed distribution in the closure of the requirements is linked into a virtual
+environment, without those of the tests and of other extras, as on a user's machine.
 """
 
 import csv
@@ -43,7 +43,7 @@ def requirements(extra: str | None) -> list[str]:
 
 
 def closure(lines: Iterable[str]) -> tuple[dict[str, importlib.metadata.Distribution], set[str]]:
-    """The closure of requirements: installed distributions by name, and the names of missing ones."""
+    """The closure of requirements: installed distributions by name, and names of missing ones."""
     distributions: dict[str, importlib.metadata.Distribution] = {}
     missing: set[str] = set()
     visited: set[tuple[str, str]] = set()

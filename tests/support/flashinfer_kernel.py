@@ -1,7 +1,7 @@
 """FlashInfer's paged prefill kernel in numpy: the same arguments, the same reads of the plan.
 
-It follows `BatchPrefillWithPagedKVCacheRun` of FlashInfer 0.7.2, the kernel that it launches and the
-merge kernel.
+It follows `BatchPrefillWithPagedKVCacheRun` of FlashInfer 0.7.2, the kernel that it launches and
+the merge kernel.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tables of docs/quantisation.md: formats, and the formats in which published checkpoints are stored.
+"""The tables of docs/quantisation.md: formats, and how published checkpoints are stored.
 
 `python tests/support/formats_table.py` rewrites them.
 """

@@ -1,5 +1,5 @@
-"""GGUF metadata and tensors of a tiny model, as llama.cpp's converter makes them from config.json and
-a checkpoint.
+"""GGUF metadata and tensors of a tiny model, as llama.cpp's converter makes them from config.json
+and a checkpoint.
 """
 
 import re

@@ -41,18 +41,18 @@ class Compiled:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    kernels: list[Compiled]  # of Mosaic GPU
+    kernels: list[Compiled]  # Mosaic GPU kernels
     graphs: int
-    outside: dict[str, int]  # of graphs
-    spilled: int  # bytes, of all kernels, XLA's and Triton's too
+    outside: dict[str, int]  # kernels outside of graphs
+    spilled: int  # bytes, over all kernels including XLA's and Triton's
 
 
 def compile_some(
     tests: str, cases: Iterable[str], quick_names: Collection[str], card: str = "h200"
 ) -> dict[str, CompiledStep]:
-    """Compile the step of each case in another process, since the plugin must not be loaded in this one.
+    """Compile the step of each case in another process, so that this one does not load the plugin.
 
-    Without QUIRE_CASES, only the cases of `quick_names`.
+    With QUIRE_CASES below 1, only the cases of `quick_names`.
     """
     names = [name for name in cases if name in quick_names or FACTOR >= 1]
     environment = {

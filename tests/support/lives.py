@@ -1,8 +1,8 @@
 """Random long runs of an engine: chats of several turns, stop tokens and strings, aborts, failed
 steps, sleep.
 
-Every answer is compared bitwise with that of a cold engine, which has no prefix cache, no fused steps
-and no drafts, and serves all requests anew.
+Every answer is compared bitwise with that of a cold engine, which has no prefix cache, no fused
+steps and no drafts, and serves all requests anew.
 """
 
 import random
@@ -32,7 +32,8 @@ class Turn:
 class Life:
     """Drives one engine.
 
-    With `reopen`, `llm` is closed at the end of `live` and replaced by a new engine on the same disk.
+    With `reopen`, `llm` is closed at the end of `live` and replaced by a new engine on the same
+    disk.
     """
 
     llm: LLM

@@ -1,5 +1,5 @@
-"""docs/models.md: every supported `model_type`, its features, its tests and the config values that it
-rejects.
+"""docs/models.md: every supported `model_type`, its features, its tests and the config values that
+it rejects.
 
 `python tests/support/models_table.py > docs/models.md` writes the page. The features are the first
 paragraph of a family's module docstring; the rejected values are recorded while the family reads
@@ -28,7 +28,7 @@ PUBLISHED_CONFIGS = {
     name: published.config
     for name, published in (PUBLISHED | PUBLISHED_MOE | PUBLISHED_MORE).items()
 }
-OWN = "quill"  # which transformers does not know
+OWN = "quill"  # the model type that transformers lacks
 HEAD = """# Models
 
 What a `config.json` may have as its `model_type`, and what each brings beside a plain decoder. All but the encoders

@@ -102,7 +102,7 @@ def words(
 
 @dataclass
 class StandIn:
-    """A fake server. An answer is a list of chunks (dicts with `delta`), pauses in seconds and an end.
+    """A fake server. An answer lists chunks (dicts with `delta`), pauses in seconds and an end.
 
     The end is a finish reason (a string), `{"error": ...}`, or None: the connection closes.
     """

@@ -1,4 +1,4 @@
-"""A fake device for tests of the scheduler: a step's tokens come back one step later, as in service.
+"""A fake device for tests of the scheduler: a step's tokens come back one step later.
 
 It accepts a random number of draft tokens of a random branch.
 """
@@ -24,8 +24,8 @@ def sequence(
 def random_sequences(
     rng: np.random.Generator, scheduler: Scheduler, count: int
 ) -> Iterator[Sequence]:
-    """Add random sequences to the scheduler, except those that can never fit. Half of them have draft
-    tokens where the step's shape allows drafts.
+    """Add random sequences to the scheduler, except those that can never fit. Half of them have
+    draft tokens where the step's shape allows drafts.
     """
     for index in range(count):
         prompt = int(rng.integers(1, 40))

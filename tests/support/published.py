@@ -368,7 +368,7 @@ PUBLISHED = {
                 "vision_use_head": False,
             },
         },
-        3.880e9,  # 4.30e9 less the vision tower's 417e6 and the projector's 3e6
+        3.880e9,  # 4.30e9 without the vision tower's 417e6 and the projector's 3e6
         kinds(34, 6, 1024),
     ),
     "gemma-3-27b": Published(
@@ -1050,8 +1050,7 @@ PUBLISHED = {
     ),
 }
 
-# Models that differ from one of the above in a few keys: what differs, and the parameters or what
-# the error says.
+# Variants of the models above: changed keys, and the number of parameters or the error message.
 RELATIVES: dict[str, tuple[str, dict[str, Any], float | str]] = {
     "granite-3.1-2b": (
         "granite-3.3-8b",

@@ -1,5 +1,5 @@
-"""config.json files of encoders, Mamba 2 and Phi-3.5-MoE, written from memory except for the numbers
-of parameters.
+"""config.json files of encoders, Mamba 2 and Phi-3.5-MoE, written from memory except for the
+numbers of parameters.
 """
 
 from quire.tests.support.published import GLOBAL, Published

@@ -1,8 +1,9 @@
-"""Differences of Quire and llama.cpp from float32 on the same GGUF file:
-`python tests/support/real_fidelity.py [NAME ...]`.
+"""Differences of Quire and llama.cpp from float32 on the same GGUF file: `python
+tests/support/real_fidelity.py [NAME ...]`.
 
-The reference is transformers with the dequantised weights. All engines score one fixed text, so that
-differences do not accumulate. Needs `make real`, which fetches the models and builds llama.cpp.
+The reference is transformers with the dequantised weights. All engines score one fixed text, so
+that differences do not accumulate. Needs `make real`, which fetches the models and builds
+llama.cpp.
 """
 
 import gc

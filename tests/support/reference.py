@@ -35,8 +35,8 @@ class Double(TorchFunctionMode):
 def rounded_once(rule):
     """Compute RoPE frequencies in float64 and round once.
 
-    transformers rounds at each step of scaling; an error in a frequency's last bit, times a position,
-    exceeds all other float32 errors of a model.
+    transformers rounds at each step of scaling; an error in a frequency's last bit, times a
+    position, exceeds all other float32 errors of a model.
     """
 
     def frequencies(*args, **kwargs):
@@ -128,8 +128,8 @@ def hidden(model, ids: list[int]) -> np.ndarray:
 
 
 def unsteadiness(model, ids: list[int]) -> float:
-    """The largest difference of float32 and float64 logits: large if the choice of experts is nearly
-    a tie.
+    """The largest difference of float32 and float64 logits: large if the choice of experts is
+    nearly a tie.
     """
     single = logits(model, ids)
     double = logits(model.double(), ids)
@@ -138,8 +138,8 @@ def unsteadiness(model, ids: list[int]) -> float:
 
 
 def softness(model, ids: list[int]) -> np.ndarray:
-    """[T]: the largest change of a token's logits if all weights and buffers change by half of their
-    last bit.
+    """[T]: the largest change of a token's logits if all weights and buffers change by half of
+    their last bit.
     """
     expected = logits(model, ids)
     max_differences = np.zeros(len(ids), np.float32)

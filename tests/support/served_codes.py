@@ -21,7 +21,8 @@ RUN = jax.jit(uncached.forward, static_argnums=2)
 
 
 def check(llm: LLM, dense: Path, prompts: list[list[int]] = PROMPTS, times: float = 3) -> None:
-    """Check that log-probabilities deviate at most `times` as much as those of the dense model in bfloat16.
+    """Check that log-probabilities deviate at most `times` as much as those of the dense model in
+    bfloat16.
 
     Deviations are compared by their root mean square, since the maximum depends on chance.
     """

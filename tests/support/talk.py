@@ -16,7 +16,8 @@ from quire.tests.support.served import model_of, scripted, served
 TURN = re.compile(
     r"<(system|user|assistant|tool)>(.*?)(?=<(?:system|user|assistant|tool)>|\Z)", re.DOTALL
 )
-# The bundled model's own turns. It was not trained on tools, so that tools are accepted and ignored.
+# The bundled model's own turns. It was not trained on tools, so that tools are accepted and
+# ignored.
 PLAIN = (
     "{{ bos_token }}{% if tools %}{% endif %}{% for message in messages %}{{ '<|' ~ ('user' if "
     "message.role == 'tool' else message.role) ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor "
@@ -31,7 +32,9 @@ LIST = "Remember this list.\n- Ravi: snow\n- Ella: farm\n- Emma: glass\n\nWhat d
 
 
 def say(prompt: str) -> str:
-    """The scripted answer: tool calls, reasoning, a long text, tool results, or an echo of the last turn."""
+    """The scripted answer: tool calls, reasoning, a long text, tool results, or an echo of the last
+    turn.
+    """
     turns = TURN.findall(prompt)
     last_text = next(text for role, text in reversed(turns) if role != "assistant")
     results = [text for role, text in turns if role == "tool"]

@@ -341,7 +341,9 @@ def test_a_runner_starts_by_path_without_quire_installed(tmp_path, monkeypatch):
 
 
 def test_peer_runners_import_only_loop():
-    """Peer environments have no Quire: a runner imports its engine, the standard library and loop.py."""
+    """Peer environments have no Quire: a runner imports its engine, the standard library and
+    loop.py.
+    """
     from tools.peers import worker
 
     folder = Path(worker.__file__).parent

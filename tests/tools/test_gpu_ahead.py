@@ -200,7 +200,7 @@ def test_step_seconds_is_the_roofline_plus_launches():
 
 def test_predicted_attention_times_are_documented():
     """By hand: decode over 8,192 tokens with 8 KV heads of 128, and causal prefill of 8,192 tokens."""
-    row = 32 * 128 * 2 * 2  # queries and results
+    row = 32 * 128 * 2 * 2  # bytes of queries and outputs
     bytes_of_64, bytes_of_16 = (
         (size * 8192 * 8 * 2 * 128 * 2 + n * row) for size, n in ((64, 64), (16, 1))
     )

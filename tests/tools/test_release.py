@@ -194,7 +194,7 @@ def test_makefile_builds_wheels_for_every_isa(name, kind):
     assert listed.split() == [isa for isa in build.ISAS[kind] if "emulated" not in isa]
 
 
-@pytest.mark.nightly  # it compiles
+@pytest.mark.nightly  # it cross-compiles kernels
 def test_cross_compiled_wheel_for_arm(pure_wheel, tmp_path):
     """Kernels of a cross compiler for every instruction set: machine, exported symbols and glibc."""
     needed(COMPILER)

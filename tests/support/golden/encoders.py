@@ -1,4 +1,4 @@
-"""Tiny encoders, and transformers' vectors of texts: the mean and the first of the last hidden states."""
+"""Tiny encoders, and the text vectors of transformers: mean and CLS pooling of hidden states."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ ENCODERS = [
 
 
 def texts_of(variant: Variant, seed: int) -> list[list[int]]:
-    """Random texts without special tokens, since RoBERTa does not count positions of padding tokens."""
+    """Random texts without special tokens, since RoBERTa skips positions of padding tokens."""
     special = 3
     drawn = prompts(variant.prompts, variant.config["vocab_size"] - special, seed)
     return [[token + special for token in ids] for ids in drawn]

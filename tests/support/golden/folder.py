@@ -1,4 +1,4 @@
-"""A tiny model on disk, whose weights depend on a seed and each tensor's name and are not stored."""
+"""A tiny model on disk: its weights are generated from a seed and each tensor's name."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ POSITIONS = (
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.ndarray:
-    """One random tensor, scaled for clear greedy tokens, sharp attention and layers that outweigh the
-    input embedding.
+    """One random tensor, scaled for clear greedy tokens, sharp attention and layers that outweigh
+    the input embedding.
 
     Otherwise greedy tokens of a random model depend on rounding, or repeat.
     """

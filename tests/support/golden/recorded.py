@@ -28,8 +28,8 @@ class Golden:
 
 
 def check_answers(llm: LLM, golden: Golden, near: float) -> None:
-    """Check greedy answers against transformers, and that a token's log-probability differs by at most
-    `near` between batches (0: bitwise batch invariance).
+    """Check greedy answers against transformers, and that a token's log-probability differs by at
+    most `near` between batches (0: bitwise batch invariance).
     """
     scores = {}
     for prompts, expected in batches_to_check(golden.prompts, golden.tokens):
@@ -51,8 +51,8 @@ def check_answers(llm: LLM, golden: Golden, near: float) -> None:
 
 
 def batches_to_check(prompts: list[list[int]], tokens: list[list[int]]):
-    """(prompts, expected answers): first one prompt alone; then one batch of both prompts and of three
-    prompts that already hold a part of their answers.
+    """(prompts, expected answers): first one prompt alone; then one batch of both prompts and of
+    three prompts that already hold a part of their answers.
     """
     long_prompt, short_prompt = prompts
     long_answer, short_answer = tokens

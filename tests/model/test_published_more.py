@@ -22,7 +22,7 @@ from quire.tests.support.golden.folder import HERE, write_folder
 from quire.tests.support.quantized_files import (
     FLOAT8,
     LLAMA,
-    assert_is,
+    assert_dequantized,
     awq,
     blocks,
     check_damage,
@@ -293,7 +293,7 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
     weights = read(tmp_path)
     widened = CASES[case][3] is None
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_is(weights, expected, 1e-6 if widened else 0, near(case))
+    assert_dequantized(weights, expected, 1e-6 if widened else 0, near(case))
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
 
 
@@ -344,7 +344,7 @@ def test_what_the_config_leaves_dense(tmp_path, case):
     key, names = SPARED[CASES[case][2]["quant_method"]]
     _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
     weights = read(tmp_path / "said")
-    assert_is(weights, expected, atol=near(case))
+    assert_dequantized(weights, expected, atol=near(case))
     assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
@@ -370,7 +370,7 @@ def test_codes_in_a_wider_type(tmp_path):
         if name.endswith("_proj.weight"):
             tensors[name] = value.reshape(1, -1).view(ml_dtypes.bfloat16).T
     save_file(tensors, tmp_path / "model.safetensors")
-    assert_is(read(tmp_path), expected)
+    assert_dequantized(read(tmp_path), expected)
 
 
 def test_modules_of_several_bits(tmp_path):
@@ -399,7 +399,7 @@ def test_modules_of_several_bits(tmp_path):
     for layer in weights.layers:
         assert layer.attention.qkv_DGH.code == layer.mlp.up_DGF.code == "int8"
         assert isinstance(layer.mlp.down_FD, Int4) and isinstance(layer.attention.out_NHD, Int4)
-    assert_is(weights, expected)
+    assert_dequantized(weights, expected)
 
 
 def test_patterns_of_gptq(tmp_path):
@@ -425,7 +425,7 @@ def test_patterns_of_gptq(tmp_path):
     assert isinstance(weights.layers[1].mlp.down_FD, Int4)
     assert isinstance(weights.layers[0].mlp.down_FD, Grouped)
     assert isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
-    assert_is(weights, expected)
+    assert_dequantized(weights, expected)
     np.testing.assert_allclose(weights.head_VD, expected["lm_head.weight"], rtol=1e-6)
 
 
@@ -472,7 +472,7 @@ def test_what_modelopt_says_beside_config_json(tmp_path):
     tiny.write(tmp_path / "plain", LLAMA)
     (tmp_path / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(BESIDE))
-    assert_is(read(tmp_path), expected)
+    assert_dequantized(read(tmp_path), expected)
 
 
 def test_modules_in_two_formats(tmp_path):
@@ -500,7 +500,7 @@ def test_modules_in_two_formats(tmp_path):
     assert isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
     assert isinstance(weights.layers[1].attention.out_NHD, Fp8)
     assert isinstance(weights.layers[1].mlp.down_FD, Grouped)
-    assert_is(weights, expected, 1e-6)
+    assert_dequantized(weights, expected, 1e-6)
 
 
 COMPANY = [

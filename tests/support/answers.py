@@ -145,18 +145,18 @@ def adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)
 
 
-def strange(value: Any) -> set[str]:
+def extra_fields(value: Any) -> set[str]:
     if isinstance(value, list):
-        return set().union(*map(strange, value))
+        return set().union(*map(extra_fields, value))
     if not isinstance(value, BaseModel):
         return set()
     inner = [getattr(value, name) for name in type(value).model_fields]
-    return set(value.model_extra or ()).union(*map(strange, inner))
+    return set(value.model_extra or ()).union(*map(extra_fields, inner))
 
 
-def strangers(kind: Any, value: Any) -> set[str]:
+def unknown_client_fields(kind: Any, value: Any) -> set[str]:
     """Names of fields that a client's type lacks; it must validate the value without conversion."""
-    return strange(adapter(kind).validate_json(msgspec.json.encode(value), strict=True))
+    return extra_fields(adapter(kind).validate_json(msgspec.json.encode(value), strict=True))
 
 
 class Server:
@@ -174,7 +174,7 @@ class Server:
         return httpx2.Response(self.status, content=self.data, headers={"content-type": kind})
 
 
-def spoil(data: st.DataObject, body: Any) -> None:
+def replace_random_value(data: st.DataObject, body: Any) -> None:
     """Replace one value in a body by any other."""
     place = body
     while True:

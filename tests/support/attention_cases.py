@@ -91,13 +91,13 @@ class Sequence:
         q, *key_values = self.arrays(shape)
         if shape.codes == "int4":
             k, v = (
-                four_bits.numbers(*codes_and_scale)
+                four_bits.dequantize(*codes_and_scale)
                 for codes_and_scale in (
                     coded(shape, key_values[0], keys=True),
                     coded(shape, key_values[1]),
                 )
             )
-            key_values = [k @ four_bits.matrix(shape.H), v]
+            key_values = [k @ four_bits.hadamard_matrix(shape.H), v]
         elif shape.codes is not None:
             key_values = [
                 codes.astype(np.float64) * scale[..., None]
@@ -109,7 +109,7 @@ class Sequence:
 def coded(shape: Shape, x: np.ndarray, keys: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(codes, scale of each row): a row's largest magnitude becomes the largest code."""
     if shape.codes == "int4":
-        return four_bits.coded(four_bits.turned(x) if keys else x)
+        return four_bits.quantize(four_bits.hadamard_rotate(x) if keys else x)
     x = x.astype(np.float32)
     largest = np.float32(127 if shape.codes == "int8" else 448)
     row_max = np.abs(x).max(-1)

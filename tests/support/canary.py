@@ -47,7 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {  # a minimal body of each endpoint
 GOOD = dict.fromkeys(BODIES, 200) | {"/classify": 400}
 
 
-def told(path: str, text: str) -> dict[str, Any]:
+def minimal_body(path: str, text: str) -> dict[str, Any]:
     """The minimal body of an endpoint with another text."""
     return json.loads(json.dumps(BODIES[path]).replace('"hello"', json.dumps(text)))
 
@@ -136,7 +136,7 @@ class Canary:
             status, body = client.complete("Once upon a time", max_tokens=16)
         return status, body["choices"][0]["text"] if status == 200 else str(body)
 
-    def sings(self, seconds: float = 10.0) -> float:
+    def check_answer(self, seconds: float = 10.0) -> float:
         """Check that the known answer comes in time; returns the seconds that it took."""
         start = time.monotonic()
         assert self.ask() == self.answer

@@ -3,7 +3,7 @@
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 
-def counted(monkeypatch) -> list:
+def record_copies(monkeypatch) -> list:
     """A list that collects the arrays which kernels copy to shared memory."""
     copied = []
     execute = gpu_callbacks.DeviceLocalMemoryTransfer.execute

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def matrix(width: int) -> np.ndarray:
+def hadamard_matrix(width: int) -> np.ndarray:
     """The block-diagonal Hadamard matrix that rotates keys before rounding; its own inverse."""
     block = width & -width
     hadamard = np.ones((1, 1))
@@ -12,7 +12,7 @@ def matrix(width: int) -> np.ndarray:
     return np.kron(np.eye(width // block), hadamard / np.sqrt(block))
 
 
-def turned(x: np.ndarray) -> np.ndarray:
+def hadamard_rotate(x: np.ndarray) -> np.ndarray:
     """x @ matrix in float32, bitwise as the kernels add: neighbours first."""
     block = x.shape[-1] & -x.shape[-1]
 
@@ -32,7 +32,7 @@ def turned(x: np.ndarray) -> np.ndarray:
     return (y * np.float32(block**-0.5)).reshape(x.shape)
 
 
-def coded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(packed bytes, scales): the element of a head that is farthest from 0 becomes -8.
 
     The result for rows with NaN is undefined.
@@ -51,7 +51,7 @@ def coded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8), scale
 
 
-def numbers(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def dequantize(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Dequantise packed bytes and scales."""
     codes = (
         np.stack([packed % 16, packed // 16], -1).reshape(*packed.shape[:-1], -1).astype(np.float64)

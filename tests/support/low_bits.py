@@ -9,7 +9,7 @@ from quire.ops.quant import e8p, four_bits
 from quire.ops.quant.hadamard import signs
 
 
-def meaning(node, name: str) -> np.ndarray:
+def dequantize(node, name: str) -> np.ndarray:
     """Dequantise a node's arrays to float64 [K, O], one value at a time."""
     K = int(np.prod(node.into))
     O = int(np.prod(node.out))  # noqa: E741 - a dimension

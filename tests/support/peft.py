@@ -36,7 +36,7 @@ def draw(
     return adapter
 
 
-def lengths(
+def magnitude_vectors(
     tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], seed: int = 0
 ) -> dict[str, np.ndarray]:
     """DoRA's magnitude vectors: new row lengths for each adapted weight."""

@@ -330,7 +330,7 @@ def dense_of(leaf) -> np.ndarray:
     return ((four_bits.split(leaf.nibbles, K) - zero) * scale).reshape(*leaf.into, *leaf.out)
 
 
-def assert_is(
+def assert_dequantized(
     weights, expected: dict[str, np.ndarray], rtol: float = 0.0, atol: float = 0.0
 ) -> None:
     for i, layer in enumerate(weights.layers):

@@ -127,7 +127,7 @@ def hidden(model, ids: list[int]) -> np.ndarray:
     return model(torch.tensor([ids])).last_hidden_state[0].numpy()
 
 
-def unsteadiness(model, ids: list[int]) -> float:
+def float32_error(model, ids: list[int]) -> float:
     """The largest difference of float32 and float64 logits: large if the choice of experts is
     nearly a tie.
     """
@@ -137,7 +137,7 @@ def unsteadiness(model, ids: list[int]) -> float:
     return float(np.abs(single - double).max())
 
 
-def softness(model, ids: list[int]) -> np.ndarray:
+def logit_sensitivity(model, ids: list[int]) -> np.ndarray:
     """[T]: the largest change of a token's logits if all weights and buffers change by half of
     their last bit.
     """

@@ -41,7 +41,7 @@ def make(variant: Variant, shapes: dict, seed: int) -> dict[str, np.ndarray] | N
             f"tokens{number}": np.array(tokens, np.int16),
         }
     sequence = prompt_ids[0] + arrays["tokens0"].tolist()
-    if reference.unsteadiness(model, sequence) > STEADY:
+    if reference.float32_error(model, sequence) > STEADY:
         print(f"{variant.name} seed {seed}: unsteady", flush=True)
         return None
     rows = [position for position in POSITIONS if position < len(sequence)]

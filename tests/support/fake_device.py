@@ -104,11 +104,11 @@ class Device:
                 if item.draws:
                     seq.pending -= item.draws
                     if seq.finish_reason is None:
-                        self.take_in(seq, item)
+                        self.apply_sampled_tokens(seq, item)
         self.in_flight = plan
         self.steps += 1
 
-    def take_in(self, seq: Sequence, item: ScheduledSequence) -> None:
+    def apply_sampled_tokens(self, seq: Sequence, item: ScheduledSequence) -> None:
         path = item.paths[int(self.rng.integers(len(item.paths)))]
         accepted = int(self.rng.integers(len(path.drafts) + 1))
         rejected = len(item.drafts) - accepted

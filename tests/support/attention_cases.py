@@ -44,7 +44,7 @@ class Shape:
     context: Axis = UNSPLIT
 
     @property
-    def close(self) -> dict[str, float]:
+    def tolerance(self) -> dict[str, float]:
         """Tolerances: kernels may round queries once more after the rotation of int4 keys."""
         if self.dtype == "float32":
             return {"rtol": 2e-5, "atol": 2e-5}
@@ -93,20 +93,20 @@ class Sequence:
             k, v = (
                 four_bits.dequantize(*codes_and_scale)
                 for codes_and_scale in (
-                    coded(shape, key_values[0], keys=True),
-                    coded(shape, key_values[1]),
+                    quantize_rows(shape, key_values[0], keys=True),
+                    quantize_rows(shape, key_values[1]),
                 )
             )
             key_values = [k @ four_bits.hadamard_matrix(shape.H), v]
         elif shape.codes is not None:
             key_values = [
                 codes.astype(np.float64) * scale[..., None]
-                for codes, scale in (coded(shape, x) for x in key_values)
+                for codes, scale in (quantize_rows(shape, x) for x in key_values)
             ]
         return [x.astype(np.float64) for x in (q, *key_values)]
 
 
-def coded(shape: Shape, x: np.ndarray, keys: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def quantize_rows(shape: Shape, x: np.ndarray, keys: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(codes, scale of each row): a row's largest magnitude becomes the largest code."""
     if shape.codes == "int4":
         return four_bits.quantize(four_bits.hadamard_rotate(x) if keys else x)
@@ -160,9 +160,9 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
         oldest = 0 if shape.window is None else max(0, sequence.start - shape.window + 1)
         for page in range(oldest // S, -(-end // S)):
             tables[b, page] = free.pop()
-        cached_rows = as_held(shape, k_all, v_all)
+        cached_rows = page_form(shape, k_all, v_all)
         for p in range(oldest // S * S, sequence.start):
-            put(pages, cached_rows, p, tables[b, p // S] * S + p % S)
+            write_token(pages, cached_rows, p, tables[b, p // S] * S + p % S)
         places.append(range(at, at + sequence.rows))
         for p in range(sequence.start, end):
             q[at], k[at], v[at], positions[at] = q_all[p], k_all[p], v_all[p], p
@@ -173,16 +173,16 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
     return Case(q, k, v, pages, rows, places)
 
 
-def as_held(shape: Shape, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+def page_form(shape: Shape, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
     """Keys and values (and scales) in the form in which a case's pages hold them."""
     if shape.codes is None:
         return [k, v]
-    k, k_scale = coded(shape, k, keys=True)
-    v, v_scale = coded(shape, v)
+    k, k_scale = quantize_rows(shape, k, keys=True)
+    v, v_scale = quantize_rows(shape, v)
     return [k, v, k_scale, v_scale]
 
 
-def put(pages: list[np.ndarray], arrays: list[np.ndarray], row: int, slot: int) -> None:
+def write_token(pages: list[np.ndarray], arrays: list[np.ndarray], row: int, slot: int) -> None:
     """Write a token's keys and values where a step should write them."""
     for array_pages, array in zip(pages, arrays, strict=False):
         S = pages[0].shape[1]
@@ -197,7 +197,7 @@ def step(q, k, v, pages, rows, sinks, shape, attend=paged_attention):
     return attend(q, k, v, pages, rows, shape.params, sinks)
 
 
-def sinks_of(shape: Shape):
+def attention_sinks(shape: Shape):
     return np.linspace(-2, 3, shape.K * shape.G).astype(np.float32) if shape.sinks else None
 
 
@@ -217,7 +217,7 @@ def run(shape: Shape, case: Case, attend: Callable[..., Any] = paged_attention):
         v,
         pages,
         case.rows,
-        sinks_of(shape),
+        attention_sinks(shape),
         shape,
         attend,
     )
@@ -238,7 +238,7 @@ def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
     q, k, v = sequence.numbers(shape)
     if shape.value_dim is not None:
         v = k[..., : shape.value_dim]
-    sinks = sinks_of(shape)
+    sinks = attention_sinks(shape)
     out = []
     for p in range(sequence.start, sequence.start + sequence.rows):
         first = 0 if shape.window is None else max(0, p - shape.window + 1)
@@ -263,22 +263,22 @@ def check(
     sequences: list[Sequence],
     rng: np.random.Generator,
     attend: Callable[..., Any] = paged_attention,
-    close: dict[str, float] | None = None,
+    tolerance: dict[str, float] | None = None,
 ) -> None:
     """Check a step's results, and that it writes only its tokens' slots and zeros padding."""
     case = build(shape, sequences, rng)
     out, pages = run(shape, case, attend)
-    close = close or shape.close
+    tolerance = tolerance or shape.tolerance
     for sequence, place in zip(sequences, case.places, strict=True):
         np.testing.assert_allclose(
-            out[place].astype(np.float64), reference(shape, sequence), **close
+            out[place].astype(np.float64), reference(shape, sequence), **tolerance
         )
     padding = out[case.places[-1].stop :].astype(np.float32)
     assert not padding.any(), "padding rows are zero"
     expected_pages = [x.copy() for x in case.pages]
-    held_rows = as_held(shape, case.k, case.v)
+    held_rows = page_form(shape, case.k, case.v)
     for row, slot in enumerate(np.asarray(case.rows.slots_T)[: case.places[-1].stop]):
-        put(expected_pages, held_rows, row, slot)
+        write_token(expected_pages, held_rows, row, slot)
     for actual, expected in zip(pages, expected_pages, strict=False):
         assert actual[1:].tobytes() == expected[1:].tobytes(), (
             "only the slots of the tokens are written"

@@ -48,12 +48,12 @@ ALPHABETS = [
 ]
 
 
-def random_text(rng: random.Random, most: int = 40) -> str:
+def random_text(rng: random.Random, max_characters: int = 40) -> str:
     """A text of runs from different scripts."""
     return "".join(
         rng.choice(alphabet)
         for alphabet in rng.choices(ALPHABETS, k=rng.randint(1, 6))
-        for _ in range(rng.randint(1, max(1, most // 6)))
+        for _ in range(rng.randint(1, max(1, max_characters // 6)))
     )
 
 

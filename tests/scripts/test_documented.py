@@ -138,7 +138,7 @@ def reader_folder(tmp_path_factory):
     tiny.write(folder / "path" / "to" / "llama", tiny.LLAMA | sizes)
     for file in (ROOT / "model" / "quill").glob("tokenizer*"):
         shutil.copy(file, folder / "path" / "to" / "llama")
-    tiny_gguf.write(folder / "model-Q4_K_M.gguf", "Q4_K", other="Q6_K")
+    tiny_gguf.write(folder / "model-Q4_K_M.gguf", "Q4_K", v_proj_kind="Q6_K")
     (folder / "prompt.txt").write_text("Once upon a time")
     (folder / "long.txt").write_text("Once upon a time there was a fox. " * 20)
     body = '{"model": "quill", "messages": [{"role": "user", "content": "Sort: 3 1 2"}], "max_tokens": 8}'

@@ -211,7 +211,7 @@ class Endpoint:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)  # instead of VALUES
-    needs: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # beside NEEDS
+    required_with: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # beside NEEDS
     # fields that are checked and change nothing, with a value
     idle: Mapping[str, Any] = field(default_factory=dict)
     # members of fields that are objects
@@ -273,7 +273,7 @@ ENDPOINTS = [
         chat.LABELS,
         chat.NEUTRAL,
         chat.REFUSED,
-        needs={**LOGPROB_NEEDS, **STREAM_NEEDS},
+        required_with={**LOGPROB_NEEDS, **STREAM_NEEDS},
         inside=CHAT | OBJECTS,
     ),
     Endpoint(
@@ -284,7 +284,7 @@ ENDPOINTS = [
         chat.NEUTRAL,
         chat.REFUSED,
         values={"messages": [CHAT_BODY["messages"]] * 3},
-        needs=LOGPROB_NEEDS,
+        required_with=LOGPROB_NEEDS,
     ),
     Endpoint(
         "/v1/completions",
@@ -293,7 +293,7 @@ ENDPOINTS = [
         fields.LABELS,
         refused=fields.VLLM_ONLY,
         values={"logprobs": 3},
-        needs={"logprob_token_ids": {"logprobs": 0}, **STREAM_NEEDS},
+        required_with={"logprob_token_ids": {"logprobs": 0}, **STREAM_NEEDS},
         inside=OBJECTS,
     ),
     Endpoint(
@@ -304,7 +304,7 @@ ENDPOINTS = [
         responses.NEUTRAL,
         responses.REFUSED,
         values={"tools": [RESPONSES_TOOL], "store": False, "background": True, **STORED_FIELDS},
-        needs={"top_logprobs": {"include": [responses.LOGPROBS]}},
+        required_with={"top_logprobs": {"include": [responses.LOGPROBS]}},
         inside={
             "input[].type": tuple(responses.ITEMS),
             **{f"input[] of {kind}": names for kind, names in responses.ITEMS.items()},
@@ -445,7 +445,7 @@ ENDPOINTS = [
         ollama.parse_chat,
         {"model": "quill", **CHAT_BODY},
         values=OLLAMA_VALUES,
-        needs=LOGPROB_NEEDS,
+        required_with=LOGPROB_NEEDS,
         idle={"shift": True},
         inside=OLLAMA_OBJECTS
         | {
@@ -459,7 +459,7 @@ ENDPOINTS = [
         ollama.parse_generate,
         {"model": "quill", "prompt": "Hi"},
         values=OLLAMA_VALUES,
-        needs=LOGPROB_NEEDS,
+        required_with=LOGPROB_NEEDS,
         idle={
             "shift": True,
             "template": "",

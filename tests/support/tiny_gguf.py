@@ -85,11 +85,16 @@ def tokens(size: int) -> tuple[list[str], list[float], list[int]]:
 
 
 def write(
-    file: Path, kind: str, config: dict = LLAMA, seed: int = 0, other: str | None = None, **writer
+    file: Path,
+    kind: str,
+    config: dict = LLAMA,
+    seed: int = 0,
+    v_proj_kind: str | None = None,
+    **writer,
 ):
     """Write the file; returns the dequantised tensors by the checkpoint's names.
 
-    `other` is the type of the `v_proj` matrices.
+    `v_proj_kind` is the type of the `v_proj` matrices.
     """
     rng = np.random.default_rng(seed)
     N = config["num_attention_heads"]
@@ -124,7 +129,7 @@ def write(
             out.add_tensor(target, value)
             dequantized_tensors[name] = value
             continue
-        tensor_kind = other if other is not None and stem.endswith("v_proj") else kind
+        tensor_kind = v_proj_kind if v_proj_kind is not None and stem.endswith("v_proj") else kind
         data, dequantized = blocks(rng, side_by_side(value, heads) if heads else value, tensor_kind)
         out.add_tensor(target, data, raw_dtype=gguf.GGMLQuantizationType[tensor_kind])
         dequantized_tensors[name] = np.ascontiguousarray(

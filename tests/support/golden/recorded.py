@@ -27,9 +27,9 @@ class Golden:
         )
 
 
-def check_answers(llm: LLM, golden: Golden, near: float) -> None:
+def check_answers(llm: LLM, golden: Golden, tolerance: float) -> None:
     """Check greedy answers against transformers, and that a token's log-probability differs by at
-    most `near` between batches (0: bitwise batch invariance).
+    most `tolerance` between batches (0: bitwise batch invariance).
     """
     scores = {}
     for prompts, expected in batches_to_check(golden.prompts, golden.tokens):
@@ -47,7 +47,7 @@ def check_answers(llm: LLM, golden: Golden, near: float) -> None:
                 zip(tokens, output.outputs[0].logprobs or (), strict=True)
             ):
                 score = top_logprobs[token].logprob
-                assert abs(scores.setdefault((*ids, *tokens[: at + 1]), score) - score) <= near
+                assert abs(scores.setdefault((*ids, *tokens[: at + 1]), score) - score) <= tolerance
 
 
 def batches_to_check(prompts: list[list[int]], tokens: list[list[int]]):

@@ -35,7 +35,7 @@ FLOAT8 = ml_dtypes.float8_e4m3fn
 def check_damage(
     folder: Path, tensors: dict, name: str, change, message: str, metadata: dict | None = None
 ) -> None:
-    """Change a tensor, or leave it out where `change` returns None: reading the folder must fail."""
+    """Change a tensor (or leave it out if `change` returns None): reading must fail."""
     value = change(tensors.pop(name))
     if value is not None:
         tensors[name] = np.ascontiguousarray(value)
@@ -45,7 +45,7 @@ def check_damage(
 
 
 def words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes [n, ...] into int32 words [n * bits / 32, ...], the first code in the lowest bits."""
+    """Pack codes [n, ...] into int32 words [n * bits / 32, ...], lowest bits first."""
     n = len(codes)
     packed = np.zeros((n * bits // 32, *codes.shape[1:]), np.uint32)
     for i in range(n * bits):
@@ -175,7 +175,7 @@ def mxfp4(rng, stem: str, shape, **_):
 
 
 def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
-    """Packed integers as in llm-compressor's pack-quantized; without a group one scale per output."""
+    """Packed integers as in llm-compressor's pack-quantized; no group: one scale per output."""
     rows, columns = shape
     middle = 1 << bits - 1
     groups = columns // group if group else 1

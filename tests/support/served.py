@@ -18,7 +18,7 @@ from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
 from quire.serving.http.settings import Formats, ServerSettings
 
-# A conversation as text that a script can parse: tools, then turns, in the form of Hermes and Qwen.
+# A conversation as text that a script can parse: tools, then turns, as in Hermes and Qwen.
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for message in messages %}<{{ message.role }}>"

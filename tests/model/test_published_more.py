@@ -24,7 +24,8 @@ from quire.tests.support.quantized_files import (
     LLAMA,
     assert_dequantized,
     awq,
-    blocks,
+    bitsandbytes_4bit,
+    bitsandbytes_8bit,
     check_damage,
     dense_of,
     fp8,
@@ -32,9 +33,8 @@ from quire.tests.support.quantized_files import (
     hqq,
     mxfp4,
     nvfp4,
+    pack_quantized,
     read,
-    signed,
-    whole,
 )
 
 
@@ -178,16 +178,16 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         compressed("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True}),
         "mxfp4",
     ),
-    "int8-128": (whole, {"group": 128}, compressed(PACKED, INTEGERS), "int8-weights-128"),
+    "int8-128": (pack_quantized, {"group": 128}, compressed(PACKED, INTEGERS), "int8-weights-128"),
     "int8-32": (
-        whole,
+        pack_quantized,
         {"group": 32},
         compressed(PACKED, INTEGERS | {"group_size": 32}),
         "int8-weights-32",
     ),
-    "int4-outputs": (whole, {"bits": 4}, compressed(PACKED, BY_OUTPUT), "int4-128"),
+    "int4-outputs": (pack_quantized, {"bits": 4}, compressed(PACKED, BY_OUTPUT), "int4-128"),
     "int4-outputs-zero": (
-        whole,
+        pack_quantized,
         {"bits": 4, "zero": True},
         compressed(PACKED, BY_OUTPUT | {"symmetric": False}),
         "int4-128-zero",
@@ -210,12 +210,12 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         GPTQ | {"bits": 8, "group_size": -1, "sym": True},
         "int8-weights",
     ),
-    "nf4": (blocks, {}, BNB, "nf4"),
-    "nf4-nested": (blocks, {"nested": True}, BNB, "nf4"),
-    "nf4-128": (blocks, {"block": 128}, BNB, "nf4"),
-    "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
+    "nf4": (bitsandbytes_4bit, {}, BNB, "nf4"),
+    "nf4-nested": (bitsandbytes_4bit, {"nested": True}, BNB, "nf4"),
+    "nf4-128": (bitsandbytes_4bit, {"block": 128}, BNB, "nf4"),
+    "fp4": (bitsandbytes_4bit, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
     "fp4-nested": (
-        blocks,
+        bitsandbytes_4bit,
         {"kind": "fp4", "nested": True},
         BNB | {"bnb_4bit_quant_type": "fp4"},
         "fp4",
@@ -251,7 +251,7 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         OPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "fp8",
     ),
-    "bnb-8": (signed, {}, BNB8, "int8-weights"),
+    "bnb-8": (bitsandbytes_8bit, {}, BNB8, "int8-weights"),
 }
 
 

@@ -23,7 +23,7 @@ from quire.tests.support.quantized_files import (
     assert_dequantized,
     check_damage,
     dense_of,
-    paired,
+    pack_nibbles,
     read,
 )
 
@@ -137,7 +137,7 @@ def fours(rng, stem: str, shape, size=128, old=False, **_):
     dense = codes * scale.T.astype(np.float64).repeat(size, 1) + added.T.astype(np.float64).repeat(
         size, 1
     )
-    packed = paired((codes & 15).astype(np.uint8)).view(np.int8)
+    packed = pack_nibbles((codes & 15).astype(np.uint8)).view(np.int8)
     return named(stem, {"qdata": packed, "scale": scale, "zero_point": added}, old), dense
 
 

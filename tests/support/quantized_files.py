@@ -44,7 +44,7 @@ def check_damage(
         read(folder)
 
 
-def words(codes: np.ndarray, bits: int) -> np.ndarray:
+def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
     """Pack codes [n, ...] into int32 words [n * bits / 32, ...], lowest bits first."""
     n = len(codes)
     packed = np.zeros((n * bits // 32, *codes.shape[1:]), np.uint32)
@@ -74,8 +74,8 @@ def gptq(rng, stem: str, shape, bits=4, group=128, sym=False, order=False, versi
     dense = (codes - zeros[index]) * scales.astype(np.float64)[index]
     stored = zeros - first
     tensors = {
-        f"{stem}.qweight": words(codes, bits),
-        f"{stem}.qzeros": np.ascontiguousarray(words(stored.T, bits).T),
+        f"{stem}.qweight": pack_words(codes, bits),
+        f"{stem}.qzeros": np.ascontiguousarray(pack_words(stored.T, bits).T),
         f"{stem}.scales": scales,
         f"{stem}.g_idx": index.astype(np.int32),
         f"{stem}.bias": np.zeros(rows, np.float16),
@@ -132,12 +132,12 @@ def fp8(rng, stem: str, shape, scales="blocks", name="weight_scale_inv", **_):
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def paired(codes: np.ndarray) -> np.ndarray:
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     """Pack the codes of two neighbouring inputs into a byte, the first in the low half."""
     return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
 
 
-def scaled(codes_OK, scales_OG, table=E2M1) -> np.ndarray:
+def dequantize_groups(codes_OK, scales_OG, table=E2M1) -> np.ndarray:
     """Dequantise codes with a scale per group to float64."""
     return table[codes_OK] * scales_OG.astype(np.float64).repeat(
         codes_OK.shape[1] // scales_OG.shape[1], 1
@@ -161,20 +161,20 @@ def nvfp4(
         dense_scale = scale.astype(np.float32) / global_scale
     tensors = {
         f"{stem}.{name}": value
-        for name, value in zip(names, (paired(codes), scale, global_scale), strict=True)
+        for name, value in zip(names, (pack_nibbles(codes), scale, global_scale), strict=True)
     }
-    return tensors, scaled(codes, dense_scale)
+    return tensors, dequantize_groups(codes, dense_scale)
 
 
 def mxfp4(rng, stem: str, shape, **_):
     rows, columns = shape
     codes = rng.integers(0, 16, shape)
     exponents = rng.integers(115, 122, (rows, columns // 32)).astype(np.uint8)
-    tensors = {f"{stem}.weight_packed": paired(codes), f"{stem}.weight_scale": exponents}
-    return tensors, scaled(codes, 2.0 ** (exponents.astype(np.float64) - 127))
+    tensors = {f"{stem}.weight_packed": pack_nibbles(codes), f"{stem}.weight_scale": exponents}
+    return tensors, dequantize_groups(codes, 2.0 ** (exponents.astype(np.float64) - 127))
 
 
-def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
+def pack_quantized(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
     """Packed integers as in llm-compressor's pack-quantized; no group: one scale per output."""
     rows, columns = shape
     middle = 1 << bits - 1
@@ -183,13 +183,13 @@ def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
     zeros = np.full((rows, groups), middle)
     scale = (rng.uniform(0.02, 0.1, (rows, groups)) / middle).astype(ml_dtypes.bfloat16)
     tensors = {
-        f"{stem}.weight_packed": np.ascontiguousarray(words(codes.T, bits).T),
+        f"{stem}.weight_packed": np.ascontiguousarray(pack_words(codes.T, bits).T),
         f"{stem}.weight_shape": np.array(shape),
         f"{stem}.weight_scale": scale,
     }
     if zero:
         zeros = rng.integers(0, 2 * middle, (rows, groups))
-        tensors[f"{stem}.weight_zero_point"] = words(zeros, bits)
+        tensors[f"{stem}.weight_zero_point"] = pack_words(zeros, bits)
     columns_per_group = columns // groups
     return tensors, (codes - zeros.repeat(columns_per_group, 1)) * scale.astype(np.float64).repeat(
         columns_per_group, 1
@@ -222,7 +222,7 @@ FP4 = np.array(
 ) / np.float32(12)
 
 
-def blocks(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
+def bitsandbytes_4bit(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
     """A 4-bit matrix as bitsandbytes writes it."""
     count = shape[0] * shape[1]
     codes = rng.integers(0, 16, count)
@@ -258,7 +258,7 @@ def blocks(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
     }, dense.reshape(shape)
 
 
-def signed(rng, stem: str, shape, **_):
+def bitsandbytes_8bit(rng, stem: str, shape, **_):
     """An 8-bit matrix as bitsandbytes writes it."""
     codes = rng.integers(-127, 128, shape).astype(np.int8)
     row_max = rng.uniform(0.02, 0.1, shape[0]).astype(np.float32)

@@ -304,7 +304,7 @@ def test_api_keys_are_mounted_from_a_secret():
         item["key"],
         metrics_key["key"],
     }
-    assert "Secret" not in {manifest["kind"] for manifest in MANIFESTS.values()}, (
+    assert "Secret" not in {content["kind"] for content in MANIFESTS.values()}, (
         "a key does not belong into a repository"
     )
 

@@ -22,20 +22,20 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-# The machine's speed is no property of the code: no example may fail for being slow.
+# No example may fail because the machine is slow.
 hypothesis.settings.register_profile(
     "quire", max_examples=cases(100), deadline=None, print_blob=True
 )
 hypothesis.settings.load_profile("quire")
 
 
-MANY = 400  # some thousand compiled programs in one process exhaust what LLVM may map
+MAX_PROGRAMS = (
+    400  # thousands of compiled programs in one process exhaust the memory mappings of LLVM
+)
 
 
-class Programs:
-    """Those that this process has compiled and not forgotten: what is forgotten is compiled
-    again.
-    """
+class CompiledPrograms:
+    """Counts the compiled programs that JAX caches in this process; clearing them recompiles."""
 
     def __init__(self):
         import jax
@@ -48,7 +48,7 @@ class Programs:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
     def forget_many(self) -> None:
-        if self.count > MANY:
+        if self.count > MAX_PROGRAMS:
             gc.collect()
             self.forget()
             self.count = 0
@@ -56,7 +56,7 @@ class Programs:
 
 @pytest.fixture(scope="session")
 def programs():
-    return Programs()
+    return CompiledPrograms()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,17 +67,17 @@ def few_programs_a_module(programs):
 
 @pytest.fixture
 def few_programs(programs):
-    """For modules in which every test compiles a model."""
+    """Forget compiled programs after each test; for modules in which every test compiles a model."""
     yield
     programs.forget_many()
 
 
 @pytest.fixture
 def compiled_quickly(monkeypatch):
-    """For tests that compare numbers within a tolerance: they compile in half the time.
+    """Compile in half the time; for tests that compare numbers within a tolerance.
 
-    Not for those that compare bits: without XLA's emitters of fusions a row's depend on its
-    company.
+    Not for tests that compare bitwise: without XLA's fusion emitters the results of a row depend on
+    the batch.
     """
     from jax._src import compiler
 
@@ -95,8 +95,9 @@ def compiled_quickly(monkeypatch):
 
 @pytest.fixture
 def interpreted_once(monkeypatch):
-    """A GPU kernel is compiled once for all of its threads: the interpreter does so for each, most
-    of its time.
+    """Compile an interpreted GPU kernel once for all of its threads.
+
+    The interpreter compiles it for each thread, which takes most of its time.
     """
     from threading import Lock
 
@@ -109,14 +110,14 @@ def interpreted_once(monkeypatch):
     lock = Lock()
 
     def run(jaxpr, consts, *args):
-        given = (consts, *args)
-        key = id(jaxpr), *((x.shape, x.dtype) for x in jax.tree.leaves(given))
+        operands = (consts, *args)
+        key = id(jaxpr), *((x.shape, x.dtype) for x in jax.tree.leaves(operands))
         with lock:
             if key not in programs:
                 traced = jax.jit(
                     lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None
-                ).trace(*given)
+                ).trace(*operands)
                 programs[key] = jaxpr, traced.lower().compile(quick.OPTIONS)
-        programs[key][1](*given)
+        programs[key][1](*operands)
 
     monkeypatch.setattr(thread_map, "_run_jaxpr", run, raising=False)

@@ -1,4 +1,4 @@
-"""The shape of the house: who imports whom, what is never used, and what the package holds."""
+"""Architecture rules: allowed imports, banned modules, and the contents of the package."""
 
 import ast
 import functools
@@ -17,9 +17,8 @@ from quire import EXPORTS
 from quire.tests.support.violations import require_none
 
 ROOT = Path(__file__).parents[1]
-# Rooms in order: each may import itself and what stands before it, inside of functions too. A name
-# is a folder or a file; a file is of the longest name that it begins with, so that app.py stands
-# after the endpoints that it serves.
+# Rooms in order: each may import itself and the rooms before it, also inside of functions. A room
+# is a folder or a file; a file belongs to the longest room that is a prefix of its path.
 ROOMS = """
     sharding/struct sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
@@ -53,8 +52,8 @@ ROOMS = """
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 FILES += [ROOT / "__init__.py", ROOT / "__main__.py"]
-TOOLS = sorted((ROOT / "tools").rglob("*.py"))  # for those who work on Quire: outside of the wheel
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))  # of users: in the repository, in no package
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))  # for development: not in the wheel
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))  # for users: in the repository, in no package
 NO_JAX = (
     "serving/api/*",
     "serving/parsing/*",
@@ -67,7 +66,7 @@ NO_JAX += (
     "serving/engine/scheduler.py",
     "serving/engine/waiting_queue.py",
 )
-BANNED = {
+BANNED_MODULES = {
     "pickle",
     "cPickle",
     "_pickle",
@@ -80,21 +79,21 @@ BANNED = {
     "transformers",
 }
 PEERS = ROOT / "tools" / "peers"
-GUESTS = [
+UNRESTRICTED_FILES = [
     *sorted(PEERS.glob("run_*.py")),
     PEERS / "continuous.py",
     PEERS / "answer_gguf.py",
-]  # they run others' engines
-# reads compiled programs, as JAX writes them: code anyway
-GUESTS.append(ROOT / "serving" / "device" / "programs.py")
-GUESTS.append(
+]  # programs that run other engines
+# unpickles compiled programs, which are code in any case
+UNRESTRICTED_FILES.append(ROOT / "serving" / "device" / "programs.py")
+UNRESTRICTED_FILES.append(
     ROOT / "ops" / "attention" / "flashinfer_kernel" / "builder.py"
-)  # of another's code, in a process of its own
-KERNELS = ("ops/*_kernel.py", "ops/*_kernel/*.py")
+)  # runs FlashInfer's builder in another process
+KERNEL_FILES = ("ops/*_kernel.py", "ops/*_kernel/*.py")
 MAX_LINES = 650
-# Words that were given up, as parts of names: delivery, release, tenant and offload say the same.
-RETIRED = {"courier", "disown", "mourners", "party", "spill"}
-HOSTS = {
+# Retired words of names; use delivery, release, tenant and offload instead.
+RETIRED_WORDS = {"courier", "disown", "mourners", "party", "spill"}
+ALLOWED_HOSTS = {
     "arxiv.org",
     "docs.jax.dev",
     "github.com",
@@ -105,16 +104,18 @@ HOSTS = {
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def name_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     """`serving/device/step.py` is `quire.serving.device.step`, and `tools/peers/work.py` is
     `tools.peers.work`.
     """
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "tools" else ("quire", *parts)).removesuffix(".__init__")
+    components = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(
+        components if components[0] == "tools" else ("quire", *components)
+    ).removesuffix(".__init__")
 
 
-def package_of(path: Path) -> str:
-    name = name_of(path)
+def package_name(path: Path) -> str:
+    name = module_name(path)
     return name if path.name == "__init__.py" else name.rpartition(".")[0]
 
 
@@ -131,19 +132,17 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 @functools.cache
 def imports(path: Path) -> tuple[tuple[int, str], ...]:
-    """(line, module) of every import of a file, those inside functions too; relative ones
-    resolved.
-    """
-    package = package_of(path).split(".")
-    found: list[tuple[int, str]] = []
+    """(line, absolute module) of every import of a file, also inside functions."""
+    package = package_name(path).split(".")
+    found_imports: list[tuple[int, str]] = []
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found += ((node.lineno, alias.name) for alias in node.names)
+            found_imports += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join((*base, *([node.module] if node.module else ())))
-            found += ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-    return tuple(found)
+            found_imports += ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+    return tuple(found_imports)
 
 
 def tables() -> Iterator[tuple[Path, str, dict[str, str]]]:
@@ -164,41 +163,41 @@ def tables() -> Iterator[tuple[Path, str, dict[str, str]]]:
                 yield path, node.targets[0].id, value  # type: ignore[attr-defined]
 
 
-def ids(path: Path) -> str:
+def relative_path(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module of ours, or of a name in it: the longest that it begins with."""
+def room_for_module(module: str) -> str | None:
+    """The room of a module of Quire or of a name in it: the longest room that is a prefix."""
     path = module.removeprefix("quire.").replace(".", "/")
     return max((room for room in ROOMS if f"{path}/".startswith(f"{room}/")), key=len, default=None)
 
 
-def test_imports_run_one_way():
+def test_imports_follow_the_order_of_rooms():
     def violations(path: Path) -> Iterator[str]:
-        room = room_of(name_of(path))
+        room = room_for_module(module_name(path))
         if room is None and path.name != "__init__.py":
-            yield f"{ids(path)} is in no room of ROOMS"
+            yield f"{relative_path(path)} is in no room of ROOMS"
             return
         for line, module in imports(path):
             if not module.startswith("quire."):
                 continue
-            # The root's names are for users, and commands stand where a user stands.
+            # Names of the root package are for users and for commands.
             if module.split(".")[1] not in LAYERS:
                 if not path.is_relative_to(ROOT / "scripts"):
                     yield (
-                        f"{ids(path)}:{line} imports {module} from the root, which only "
+                        f"{relative_path(path)}:{line} imports {module} from the root, which only "
                         "scripts/ may"
                     )
                 continue
-            target = room_of(module)
+            target = room_for_module(module)
             if room is None or target is None:
                 yield (
-                    f"{ids(path)}:{line} imports {module}, and one of the two is in no room of "
+                    f"{relative_path(path)}:{line} imports {module}, and one of the two is in no room of "
                     "ROOMS"
                 )
             elif ROOMS.index(target) > ROOMS.index(room):
-                yield f"{ids(path)}:{line}: {room} must not import {module}"
+                yield f"{relative_path(path)}:{line}: {room} must not import {module}"
 
     require_none(
         (line for path in FILES if path.parent != ROOT for line in violations(path)),
@@ -208,27 +207,27 @@ def test_imports_run_one_way():
 
 
 def test_weight_formats_and_native_kernels_do_not_import_each_other():
-    """Both know products (`ops/linear`), which stand between them."""
+    """Both import `ops/linear`, which is the interface between them."""
     for path in FILES:
-        for first, second in (("native", "quant"), ("quant", "native")):
-            if path.is_relative_to(ROOT / "ops" / first):
-                found = [
+        for package, other_package in (("native", "quant"), ("quant", "native")):
+            if path.is_relative_to(ROOT / "ops" / package):
+                violations = [
                     module
                     for _, module in imports(path)
-                    if f"{module}.".startswith(f"quire.ops.{second}.")
+                    if f"{module}.".startswith(f"quire.ops.{other_package}.")
                 ]
-                assert not found, f"{ids(path)} imports {found}"
+                assert not violations, f"{relative_path(path)} imports {violations}"
 
 
-def test_no_circles():
-    files = {name_of(path): path for path in [*FILES, *TOOLS]}
-    needs: dict[str, set[str]] = {}
+def test_no_import_cycles():
+    files = {module_name(path): path for path in [*FILES, *TOOLS]}
+    dependencies: dict[str, set[str]] = {}
     for name, path in files.items():
-        found = {
+        imported = {
             module if module in files else module.rpartition(".")[0] for _, module in imports(path)
         }
-        needs[name] = found & files.keys() - {name}
-    graphlib.TopologicalSorter(needs).prepare()  # its error names the files of a circle
+        dependencies[name] = imported & files.keys() - {name}
+    graphlib.TopologicalSorter(dependencies).prepare()  # its error names the files of a cycle
 
 
 def test_packages_import_themselves_relatively():
@@ -239,31 +238,31 @@ def test_packages_import_themselves_relatively():
 
     require_none(
         (
-            f"{ids(path)}:{node.lineno} imports {name}"
+            f"{relative_path(path)}:{node.lineno} imports {name}"
             for path in [*FILES, *TOOLS]
             for node in nodes(path)
             for name in absolute(node)
-            if f"{name}.".startswith((f"{name_of(path).split('.')[0]}.", "quire.tools."))
+            if f"{name}.".startswith((f"{module_name(path).split('.')[0]}.", "quire.tools."))
         ),
         "`quire` and `tools` each import themselves relatively (from ..ops import linear):",
     )
 
 
-def test_nothing_that_runs_code_from_data():
+def test_no_imports_or_calls_that_run_code_from_data():
     def violations(path: Path) -> Iterator[str]:
         for line, module in imports(path):
-            if module.split(".")[0] in BANNED and path not in GUESTS:
-                yield f"{ids(path)}:{line} imports {module}"
+            if module.split(".")[0] in BANNED_MODULES and path not in UNRESTRICTED_FILES:
+                yield f"{relative_path(path)}:{line} imports {module}"
         for node in nodes(path):
             function = node.func if isinstance(node, ast.Call) else None
             if isinstance(function, ast.Name) and function.id in {"eval", "exec", "compile"}:
-                yield f"{ids(path)}:{function.lineno} calls {function.id}"
+                yield f"{relative_path(path)}:{function.lineno} calls {function.id}"
             is_switch = isinstance(node, ast.keyword) and node.arg in {
                 "allow_pickle",
                 "trust_remote_code",
             }
             if is_switch and getattr(node.value, "value", None) is not False:
-                yield f"{ids(path)}:{node.value.lineno}: {node.arg} must be False"
+                yield f"{relative_path(path)}:{node.value.lineno}: {node.arg} must be False"
 
     require_none(
         (line for path in [*FILES, *TOOLS] for line in violations(path)),
@@ -272,21 +271,21 @@ def test_nothing_that_runs_code_from_data():
     )
 
 
-def test_a_file_is_short_and_says_what_it_is():
+def test_files_are_short_and_have_a_docstring():
     def violations(path: Path) -> Iterator[str]:
         text = path.read_text()
         if (length := len(text.splitlines())) > MAX_LINES:
             yield (
-                f"{ids(path)}:{MAX_LINES} goes on for {length - MAX_LINES} lines: look whether "
+                f"{relative_path(path)}:{MAX_LINES} goes on for {length - MAX_LINES} lines: look whether "
                 "it is two nouns"
             )
         if text and not ast.get_docstring(parse(path)):
-            yield f"{ids(path)}:1 has no docstring: say in one line what the file holds"
+            yield f"{relative_path(path)}:1 has no docstring: say in one line what the file holds"
 
     files = [
         path
         for path in [*FILES, *TOOLS]
-        if not any(fnmatch(ids(path), kernel) for kernel in KERNELS)
+        if not any(fnmatch(relative_path(path), kernel) for kernel in KERNEL_FILES)
     ]
     require_none(
         (line for path in files for line in violations(path)),
@@ -294,30 +293,34 @@ def test_a_file_is_short_and_says_what_it_is():
     )
 
 
-def test_host_side_imports_no_jax():
+def test_host_side_modules_import_no_jax():
     names = [
-        name_of(path) for path in FILES if any(fnmatch(ids(path), pattern) for pattern in NO_JAX)
+        module_name(path)
+        for path in FILES
+        if any(fnmatch(relative_path(path), pattern) for pattern in NO_JAX)
     ]
     code = f"import sys, {', '.join(names)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_one_jit_on_the_serving_path():
-    found = set()
+def test_only_the_step_uses_jit_in_serving():
+    files_with_jit = set()
     for path in sorted((ROOT / "serving").rglob("*.py")):
         for node in nodes(path):
             if isinstance(node, ast.Attribute) and node.attr in {"jit", "pjit", "pmap"}:
-                found.add(ids(path))
-        found |= {
-            ids(path)
+                files_with_jit.add(relative_path(path))
+        files_with_jit |= {
+            relative_path(path)
             for _, module in imports(path)
             if module.split(".")[-1] in {"jit", "pjit", "pmap"}
         }
-    assert found == {"serving/device/step.py", "serving/device/updates.py"}
+    assert files_with_jit == {"serving/device/step.py", "serving/device/updates.py"}
 
 
-def test_tables_are_complete_and_import():
-    found = {(ids(path), name): (path, table) for path, name, table in tables()}
+def test_module_tables_import():
+    table_by_file_and_name = {
+        (relative_path(path), name): (path, table) for path, name, table in tables()
+    }
     assert {
         ("__init__.py", "EXPORTS"),
         ("__main__.py", "COMMANDS"),
@@ -330,12 +333,12 @@ def test_tables_are_complete_and_import():
         ("ops/linear/__init__.py", "IMPLEMENTATIONS"),
         ("ops/moe/__init__.py", "IMPLEMENTATIONS"),
         ("ops/moe/routing/__init__.py", "IMPLEMENTATIONS"),
-    } <= set(found)
-    for (_, name), (path, table) in found.items():
+    } <= set(table_by_file_and_name)
+    for (_, name), (path, table) in table_by_file_and_name.items():
         for key, module in table.items():
-            if module.removeprefix(".") in [guest.stem for guest in GUESTS]:
+            if module.removeprefix(".") in [file.stem for file in UNRESTRICTED_FILES]:
                 continue
-            loaded = importlib.import_module(module, package_of(path))
+            loaded = importlib.import_module(module, package_name(path))
             if name == "EXPORTS":
                 assert hasattr(loaded, key)
             if name == "COMMANDS":
@@ -358,18 +361,18 @@ def test_every_family_file_is_in_the_table():
     assert listed == files
 
 
-def test_package_list_is_true():
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {package_of(path) for path in FILES}
+def test_setuptools_package_list_is_complete():
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {package_name(path) for path in FILES}
     for path in [*FILES, *TOOLS]:
         assert (path.parent / "__init__.py").exists(), f"{path.parent} lacks __init__.py"
     top = {path.parent.name for path in ROOT.glob("[!.]*/__init__.py")}
-    assert top == {*LAYERS, "tools"}, "a package that the layers do not know"
+    assert top == {*LAYERS, "tools"}, "a package is missing in LAYERS"
 
 
-def test_what_ships_imports_no_tool():
+def test_packaged_code_imports_no_tools_or_tests():
     require_none(
         (
-            f"{ids(path)}:{line} imports {module}"
+            f"{relative_path(path)}:{line} imports {module}"
             for path in FILES
             for line, module in imports(path)
             if f"{module}.".startswith(("tools.", "tests.", "quire.tools.", "quire.tests."))
@@ -378,10 +381,10 @@ def test_what_ships_imports_no_tool():
     )
 
 
-def test_an_example_uses_what_a_user_has():
+def test_examples_import_only_public_names():
     require_none(
         (
-            f"{ids(path)}:{node.lineno} imports {alias.name} from {node.module}"
+            f"{relative_path(path)}:{node.lineno} imports {alias.name} from {node.module}"
             for path in EXAMPLES
             for node in nodes(path)
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quire"
@@ -392,7 +395,7 @@ def test_an_example_uses_what_a_user_has():
     )
 
 
-def test_every_data_file_is_shipped():
+def test_every_data_file_is_packaged():
     patterns = [
         f"{name.replace('.', '/').replace('quire', '.', 1)}/{pattern}".removeprefix("./")
         for name, globs in PROJECT["tool"]["setuptools"]["package-data"].items()
@@ -401,16 +404,16 @@ def test_every_data_file_is_shipped():
     files = [path for layer in LAYERS for path in (ROOT / layer).rglob("*") if path.is_file()]
     require_none(
         (
-            ids(path)
+            relative_path(path)
             for path in files
             if path.suffix not in {".py", ".pyc"}
-            and not any(fnmatch(ids(path), pattern) for pattern in patterns)
+            and not any(fnmatch(relative_path(path), pattern) for pattern in patterns)
         ),
         "Data files are listed in pyproject.toml, [tool.setuptools.package-data]:",
     )
 
 
-def test_import_is_light():
+def test_importing_quire_loads_no_heavy_library():
     """`import quire` and the modules of all commands load neither JAX nor numpy: `quire --help` is
     instant.
     """
@@ -424,7 +427,7 @@ def test_import_is_light():
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_a_start_is_light():
+def test_engine_and_server_load_no_optional_library():
     """Neither an engine nor a server imports what only some commands need."""
     code = (
         "import sys, quire, quire.serving.http.app\n"
@@ -436,8 +439,7 @@ def test_a_start_is_light():
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_text_names_no_machine_and_few_hosts():
-    """Nothing points at somebody's disk, and every address is one that a reader may follow."""
+def test_sources_have_no_local_paths_and_only_allowed_hosts():
     paths = [*FILES, *TOOLS, *EXAMPLES, *(ROOT / "tests").rglob("*.py"), ROOT / ".ci" / "run"]
     paths += [path for path in (ROOT / ".github").rglob("*") if path.is_file()]
     paths += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
@@ -446,23 +448,23 @@ def test_text_names_no_machine_and_few_hosts():
 
     def violations(path: Path) -> Iterator[str]:
         for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
-            if found := private_path.search(line):
-                yield f"{ids(path)}:{number} mentions {found[0]}"
+            if match := private_path.search(line):
+                yield f"{relative_path(path)}:{number} mentions {match[0]}"
             for host in re.findall(r"https?://([\w.-]*\w)", line):
-                # .example is nobody's, by RFC 2606.
-                if host not in HOSTS | {"localhost", "127.0.0.1"} and not host.endswith(".example"):
-                    yield f"{ids(path)}:{number} links to {host}"
+                # .example is reserved (RFC 2606).
+                if host not in ALLOWED_HOSTS | {"localhost", "127.0.0.1"} and not host.endswith(
+                    ".example"
+                ):
+                    yield f"{relative_path(path)}:{number} links to {host}"
 
     require_none(
         (line for path in paths for line in violations(path)),
-        "Write relative paths, and link to HOSTS only:",
+        "Write relative paths, and link to ALLOWED_HOSTS only:",
     )
 
 
-def test_files_are_published_by_one_function():
-    """`publish` alone renames: a temporary name that two containers may choose has published
-    half-written files.
-    """
+def test_only_publish_renames_files():
+    """Only `publish` uses temporary names that are unique across containers."""
 
     def renames(node: ast.AST) -> bool:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -473,9 +475,9 @@ def test_files_are_published_by_one_function():
 
     require_none(
         (
-            f"{ids(path)}:{node.lineno} calls {ast.unparse(node.func)}"
+            f"{relative_path(path)}:{node.lineno} calls {ast.unparse(node.func)}"
             for path in [*FILES, *TOOLS]
-            if path != ROOT / "ops" / "cache_folder.py" and path not in GUESTS
+            if path != ROOT / "ops" / "cache_folder.py" and path not in UNRESTRICTED_FILES
             for node in nodes(path)
             if renames(node)
         ),
@@ -483,19 +485,19 @@ def test_files_are_published_by_one_function():
     )
 
 
-def test_words_that_were_given_up():
+def test_retired_words_are_not_used():
     def violations(path: Path) -> Iterator[str]:
-        if not re.search("|".join(RETIRED), path.read_text(), re.IGNORECASE):
+        if not re.search("|".join(RETIRED_WORDS), path.read_text(), re.IGNORECASE):
             return  # splitting a file into tokens takes 10 ms
         with path.open("rb") as file:
             names = [
                 token for token in tokenize.tokenize(file.readline) if token.type == tokenize.NAME
             ]
         for token in names:
-            for part in RETIRED & {
-                part.lower() for part in re.findall("[A-Z]?[a-z]+", token.string)
+            for word in RETIRED_WORDS & {
+                word.lower() for word in re.findall("[A-Z]?[a-z]+", token.string)
             }:
-                yield f"{ids(path)}:{token.start[0]}: {token.string} has the word {part}"
+                yield f"{relative_path(path)}:{token.start[0]}: {token.string} has the word {word}"
 
     require_none(
         (
@@ -503,5 +505,5 @@ def test_words_that_were_given_up():
             for path in [*FILES, *TOOLS, *(ROOT / "tests").rglob("*.py")]
             for line in violations(path)
         ),
-        "Use the word that took the place of these (RETIRED):",
+        "Use the word that replaces these (RETIRED_WORDS):",
     )

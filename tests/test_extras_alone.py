@@ -1,6 +1,4 @@
-"""What `quire` and each extra declare is enough: every environment here has that and nothing of the
-tests.
-"""
+"""The declared requirements of `quire` and of each extra suffice in otherwise empty environments."""
 
 import ast
 import sys
@@ -25,8 +23,8 @@ MODULES = {
     for folder in FOLDERS
     for path in sorted(folder.glob("*.py"))
 }
-# By extra: the modules of the package that need it, each with all below it, and the libraries that
-# these import.
+# By extra: the modules that need it (with all their submodules), and the libraries that these
+# import.
 NEEDED_BY = {
     "cuda": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
     "cuda12": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
@@ -40,37 +38,37 @@ NEEDED_BY = {
     ),
     "ray": (("serving.ray", "scripts.serve"), ("ray.serve",)),
 }
-# its libraries are installed on machines with a GPU only
+# FlashInfer is installed only on machines with a GPU
 FLASHINFER = "quire.ops.attention.flashinfer_kernel"
 PREFIXES = tuple(f"quire.{name}" for modules, _ in NEEDED_BY.values() for name in modules)
 
 
-def below(module: str, prefixes: tuple[str, ...]) -> bool:
+def is_below(module: str, prefixes: tuple[str, ...]) -> bool:
     return f"{module}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
 
 
-def test_every_extra_is_tried():
+def test_every_extra_is_covered():
     assert {*NEEDED_BY, "flashinfer", "test", "docs", "parity"} == {*extras_alone.EXTRAS}
 
 
 def test_every_import_is_declared():
-    """Of the whole file, inside functions too: by the package's own requirements, or by the extra
-    for such modules.
-    """
-    own, _ = extras_alone.closure(extras_alone.requirements(None))
+    """Imports (also inside functions) are declared by the package or by the module's extra."""
+    required, _ = extras_alone.closure(extras_alone.requirements(None))
     provided = {
-        file[0].removesuffix(".py") for each in own.values() for file in extras_alone.files(each)
+        file[0].removesuffix(".py")
+        for distribution in required.values()
+        for file in extras_alone.files(distribution)
     }
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
-            outside = (
+            undeclared = (
                 {name.partition(".")[0] for name in names} - sys.stdlib_module_names - provided
             )
-            assert not outside or below(module, PREFIXES), (
-                f"{path}: no extra is for {sorted(outside)}"
+            assert not undeclared or is_below(module, PREFIXES), (
+                f"{path}: no extra is for {sorted(undeclared)}"
             )
 
 
@@ -81,12 +79,12 @@ def without_extras(tmp_path_factory):
 
 @pytest.mark.slow
 def test_all_modules_import_without_extras(without_extras):
-    """But for those that an extra is for, which nothing imports before it is needed."""
+    """Except modules that need an extra, which nothing imports at start."""
     errors = extras_alone.import_errors(without_extras, MODULES)
     assert len(MODULES) > 400
-    assert not {module: error for module, error in errors.items() if not below(module, PREFIXES)}
+    assert not {module: error for module, error in errors.items() if not is_below(module, PREFIXES)}
     assert "quire.ops.linear.gpu_kernel.hopper" in errors, (
-        "the environment has absl: it shows nothing"
+        "the environment has absl, so that this test proves nothing"
     )
 
 
@@ -95,7 +93,9 @@ def test_all_modules_import_without_extras(without_extras):
 def test_modules_import_with_their_extra_alone(tmp_path, extra):
     prefixes, libraries = NEEDED_BY[extra]
     prefixes = tuple(f"quire.{name}" for name in prefixes)
-    modules = [name for name in MODULES if below(name, prefixes) and not below(name, (FLASHINFER,))]
+    modules = [
+        name for name in MODULES if is_below(name, prefixes) and not is_below(name, (FLASHINFER,))
+    ]
     assert modules
     assert (
         extras_alone.import_errors(
@@ -116,8 +116,8 @@ main()
 
 
 @pytest.mark.slow
-def test_gpu_without_its_kernels_libraries_is_a_start_up_error(without_extras, tmp_path):
-    """Not a warning before a start on XLA."""
+def test_missing_kernel_libraries_on_a_gpu_are_a_startup_error(without_extras, tmp_path):
+    """It is not a warning with a fallback to XLA."""
     command = ["generate", "--prompt", "Once", "--max-tokens", "2", "--dtype", "bfloat16"]
     env = {"QUIRE_NATIVE": "off", "XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
     failed = extras_alone.run(without_extras, ON_HOPPER, *command, **env)
@@ -129,8 +129,8 @@ def test_gpu_without_its_kernels_libraries_is_a_start_up_error(without_extras, t
     )
 
 
-def test_missing_library_of_a_kernel_is_no_reason_to_use_another(monkeypatch):
-    """But where the kernels are turned off it is not asked for."""
+def test_missing_kernel_library_is_an_error_instead_of_a_fallback(monkeypatch):
+    """Unless the kernels are turned off."""
     kernel = replace(hopper.KERNEL, compiler="library_that_is_absent")
     with pytest.raises(
         MissingLibrary, match=r"attention .* No module named 'library_that_is_absent'\. pip install"

@@ -105,10 +105,10 @@ def test_greedy_tokens(name, golden):
     """Alone and in a batch of unequal lengths, in chunks."""
     made = golden(name)
     llm = make(made.folder, max_model_len=NAMED[name].max_len, **ENGINES[name])
-    check_answers(llm, made, near=1e-4)
+    check_answers(llm, made, tolerance=1e-4)
     llm.engine.runner.reset()  # as after a step that failed
     llm.reset_prefix_cache()
-    check_answers(llm, made, near=1e-4)
+    check_answers(llm, made, tolerance=1e-4)
     assert llm.engine.runner.compiles.recompiles == 0
 
 

@@ -131,7 +131,9 @@ def test_experts(name, tmp_path):
     modules = tiny_moe.MODULES[name]
     tokens = jnp.arange(24)[None]
     own = peft.draw(tensors, (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"))
-    adapter = peft.write(tmp_path / "adapter", own | peft.lengths(tensors, own), {"use_dora": True})
+    adapter = peft.write(
+        tmp_path / "adapter", own | peft.magnitude_vectors(tensors, own), {"use_dora": True}
+    )
     one = logits_of(tmp_path / "base", config, adapter, tokens, modules=modules)
     assert np.abs(one - logits_of(tmp_path / "base", config, None, tokens)).max() > 0.1
     for size in (2, 4):

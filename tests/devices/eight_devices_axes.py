@@ -115,7 +115,7 @@ def test_families(name, number, axis, golden):
     variant = NAMED[name]
     config = loader.read_config(made.folder, "float32", variant.max_len)
     llm = make(made.folder, max_model_len=variant.max_len, **over(config, number, axis))
-    check_answers(llm, made, near=1e-4)
+    check_answers(llm, made, tolerance=1e-4)
     check_scores(llm, made)
     assert llm.engine.runner.compiles.recompiles == 0
 
@@ -138,7 +138,7 @@ ALONE = [
 def test_one_axis_more(name, sizes, golden):
     made = golden(name)
     llm = make(made.folder, max_model_len=NAMED[name].max_len, **sizes)
-    check_answers(llm, made, near=1e-4)
+    check_answers(llm, made, tolerance=1e-4)
     check_scores(llm, made)
 
 
@@ -226,7 +226,7 @@ def test_weights_that_do_not_lie_ready(name, options, golden):
         context_sharded = [leaf.nbytes for leaf in layers if "context" in str(leaf.sharding.spec)]
         assert sum(context_sharded) > 0.95 * sum(leaf.nbytes for leaf in layers)
     if "quantization" not in options:
-        check_answers(llm, made, near=1e-4)
+        check_answers(llm, made, tolerance=1e-4)
         check_scores(llm, made)
     else:
         whole = make(

@@ -229,7 +229,7 @@ def test_copies_of_experts(name, golden):
     """
     made = golden(name)
     llm = make(made.folder, max_model_len=NAMED[name].max_len, **SPARE[name])
-    check_answers(llm, made, near=1e-4)
+    check_answers(llm, made, tolerance=1e-4)
     prompts = [
         {"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(4)
     ]

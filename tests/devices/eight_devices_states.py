@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.serving.engine.snapshot import take_snapshot
-from quire.tests.support import company
+from quire.tests.support import staggered_requests
 from quire.tests.support.cases import thinned
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.golden.recorded import Golden
@@ -67,8 +67,8 @@ def test_chats_go_on_from_snapshots(name, tmp_path):
         requests = {str(number): (list(chat), GREEDY) for number, chat in enumerate(chats)}
         cached = 0
         arrivals = {name: rng.randint(0, 20) for name in requests}
-        got = company.serve(llm.engine, requests, arrivals)
-        expected = company.serve(plain.engine, requests, arrivals)
+        got = staggered_requests.serve(llm.engine, requests, arrivals)
+        expected = staggered_requests.serve(plain.engine, requests, arrivals)
         for name, chat in zip(requests, chats, strict=True):
             assert same(got[name], expected[name]), f"turn {turn}, chat {name}"
             found = got[name].output().num_cached_tokens

@@ -45,7 +45,7 @@ def folders(tmp_path_factory):
         names = peft.EVERY if number % 3 else ("q_proj", "v_proj")
         names = (*names, "lm_head") if number % 4 == 1 else names
         drawn = peft.draw(tensors, names, rank=rank, seed=number)
-        drawn |= peft.lengths(tensors, drawn, number) if number % 5 == 0 else {}
+        drawn |= peft.magnitude_vectors(tensors, drawn, number) if number % 5 == 0 else {}
         about = {"r": rank, "use_rslora": number % 2 == 0, "use_dora": number % 5 == 0}
         peft.write(root / str(number), drawn, about)
     return root
@@ -124,7 +124,7 @@ def test_experts_among_64_adapters(name, given, tmp_path):
         rank = 1 + number % 8
         names = every if number % 3 else tiny_moe.EXPERTS[name]
         drawn = peft.draw(tensors, names, rank=rank, seed=number)
-        drawn |= peft.lengths(tensors, drawn, number) if number % 5 == 0 else {}
+        drawn |= peft.magnitude_vectors(tensors, drawn, number) if number % 5 == 0 else {}
         peft.write(tmp_path / str(number), drawn, {"r": rank, "use_dora": number % 5 == 0})
     numbers = [*range(COUNT), None, None, 3, 3, 60, None]
     params = replace(PARAMS, temperature=0)

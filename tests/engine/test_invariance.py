@@ -22,7 +22,7 @@ from quire.serving.device.state import page_bytes
 from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.tests.support import company
+from quire.tests.support import staggered_requests
 from quire.tests.support.cases import cases
 
 LENGTH = 256
@@ -80,7 +80,7 @@ def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) 
     """What each request got: tokens, and the bits of their scores."""
     return {
         name: bits(request.output())
-        for name, request in company.serve(engine, requests, arrivals).items()
+        for name, request in staggered_requests.serve(engine, requests, arrivals).items()
     }
 
 

@@ -14,7 +14,7 @@ from quire.serving.cache.prefix_tree import HostCopy, Node
 from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
-from quire.tests.support.pretended_device import Device, random_sequences, sequence
+from quire.tests.support.fake_device import Device, random_sequences, sequence
 
 PAGE = 4
 

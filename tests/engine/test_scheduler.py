@@ -10,7 +10,7 @@ from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.scheduler import Scheduler
 from quire.serving.engine.waiting_queue import WaitingQueue
 from quire.serving.request.sequence import Sequence
-from quire.tests.support.pretended_device import Device, random_sequences, sequence
+from quire.tests.support.fake_device import Device, random_sequences, sequence
 
 
 def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8), **drafts) -> Scheduler:

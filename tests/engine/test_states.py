@@ -9,7 +9,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.ops import native
 from quire.serving.engine.snapshot import take_snapshot
-from quire.tests.support import company
+from quire.tests.support import staggered_requests
 from quire.tests.support.cases import cases, thinned
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.golden.recorded import Golden
@@ -48,7 +48,7 @@ def bits(request) -> tuple:
 def serve(llm: LLM, requests: dict, arrivals: dict) -> dict:
     return {
         name: bits(request)
-        for name, request in company.serve(llm.engine, requests, arrivals).items()
+        for name, request in staggered_requests.serve(llm.engine, requests, arrivals).items()
     }
 
 
@@ -108,7 +108,7 @@ def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, ki
         expected = {
             name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()
         }
-        got = company.serve(llm.engine, requests, arrivals)
+        got = staggered_requests.serve(llm.engine, requests, arrivals)
         assert {name: bits(request) for name, request in got.items()} == expected, f"mix {number}"
         preempted += sum(request.output().metrics.num_preemptions for request in got.values())
         cached += sum(request.output().num_cached_tokens for request in got.values())
@@ -137,7 +137,7 @@ def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
         greedy = SamplingParams(temperature=0, max_tokens=answered, logprobs=1, ignore_eos=True)
         (answer,) = serve(llm, {"1": (first, greedy)}, {"1": 0}).values()
         second = {"2": (first + list(answer[1]) + [rng.randrange(160) for _ in range(50)], greedy)}
-        got = company.serve(llm.engine, second, {"2": 0})["2"]
+        got = staggered_requests.serve(llm.engine, second, {"2": 0})["2"]
         computed = length + answered + 50 - got.output().num_cached_tokens
         assert 50 <= computed < 50 + 512
         assert {"2": bits(got)} == serve(plain, second, {"2": 0})
@@ -193,7 +193,7 @@ def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(
         if place == "disk":
             llm.close()
             llm = llm_of(folder, **wide, **small)
-        got = company.serve(llm.engine, {"2": (second, greedy)}, {"2": 0})["2"]
+        got = staggered_requests.serve(llm.engine, {"2": (second, greedy)}, {"2": 0})["2"]
         computed = len(second) - got.output().num_cached_tokens
         print(f"snapshot on the {place}: {computed} of {len(second)} tokens computed")
         assert 50 <= computed < 50 + distance

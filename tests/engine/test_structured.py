@@ -28,7 +28,7 @@ from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.request import grammar
 from quire.serving.request.grammar import MAX_CACHED, Grammars
-from quire.tests.support import company, tiny
+from quire.tests.support import staggered_requests, tiny
 from quire.tests.support.cases import cases
 from quire.tests.support.shapes import SCHEMAS, hostile, valid
 from quire.tests.support.tokenizer_zoo import ZOO, save
@@ -514,7 +514,7 @@ def serve(
     """The bits of every answer, and how often somebody gave way."""
     outputs = {
         name: request.output()
-        for name, request in company.serve(engine, requests, arrivals).items()
+        for name, request in staggered_requests.serve(engine, requests, arrivals).items()
     }
     found = {
         name: [

@@ -256,7 +256,7 @@ def test_bodies(server, path, mode):
     none = LEAST_STATUS[path] != 200  # quill has no classes
     assert answered > 0 or mode.is_negative or none, "nothing that fits the schema is answered"
     assert mode.is_positive or found["refused"] > answered
-    server.canary.sings()
+    server.canary.check_answer()
     settled(server.engine)
 
 
@@ -267,5 +267,5 @@ def test_names_and_what_has_no_body(server):
         count = 100 - len(others) + 1 if "{" in path else 1
         found = fuzz(server, path, GenerationMode.POSITIVE, count)
         assert (found["answered"] == 1 and found.total() == 1) or "{" in path, (path, found)
-    server.canary.sings()
+    server.canary.check_answer()
     settled(server.engine)

@@ -34,9 +34,9 @@ from quire.tests.support.canary import (
     TURN,
     Canary,
     Client,
+    minimal_body,
     settled,
     text_of,
-    told,
     with_file,
 )
 from quire.tests.support.served import FORMATS, model_of, scripted, served
@@ -140,7 +140,7 @@ def server():
 def client(server):
     with Client(server.url) as found:
         yield found
-    server.canary.sings()
+    server.canary.check_answer()
     settled(server.engine)
 
 
@@ -837,7 +837,7 @@ def test_errors_show_nothing(server, client, monkeypatch, caplog):
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, broken)
-                status, headers, raw = client.ask("POST", path, told(path, MARKER) | labels)
+                status, headers, raw = client.ask("POST", path, minimal_body(path, MARKER) | labels)
             assert status in (GOOD[path], 500, 503), (path, name, status)
             shows_nothing(status, headers, raw if status != 200 else b"")
     said = "\n".join(record.getMessage() + (record.exc_text or "") for record in caplog.records)
@@ -868,7 +868,7 @@ def test_answers_that_were_accepted_are_not_logged_either(server, client, caplog
     caplog.set_level(logging.DEBUG)
     for path in BODIES:
         fields = {"stream": True} if stream and "stream" in SCHEMAS[path][0] else {}
-        assert client.ask("POST", path, told(path, MARKER) | fields)[0] == GOOD[path]
+        assert client.ask("POST", path, minimal_body(path, MARKER) | fields)[0] == GOOD[path]
     assert MARKER not in "\n".join(record.getMessage() for record in caplog.records)
 
 
@@ -1115,7 +1115,7 @@ def test_programs_of_strangers_do_not_stand_in_the_way(server, client):
     for thread in threads:
         thread.start()
     time.sleep(0.2)
-    took = server.canary.sings()
+    took = server.canary.check_answer()
     began = time.monotonic()
     assert client.post("/v1/chat/completions", {"messages": TURN, "max_tokens": 2})[0] == 200
     chat = time.monotonic() - began  # by the template that the server was started with

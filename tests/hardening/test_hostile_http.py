@@ -69,7 +69,7 @@ def process() -> Iterator[Any]:
         threading.Thread(target=lambda: lines.extend(running.stderr or ()), daemon=True).start()
         canary = Canary(url)
         for _ in range(20):
-            canary.sings()
+            canary.check_answer()
         yield SimpleNamespace(url=url, pid=running.pid, canary=canary, lines=lines, running=running)
         assert running.poll() is None, "the server has ended"
         running.terminate()
@@ -88,7 +88,7 @@ def unharmed(request):
     before = memory(process.pid)
     files = one.num_fds()
     yield
-    took = process.canary.sings()
+    took = process.canary.check_answer()
     assert process.running.poll() is None and one.create_time() == began
     end = time.monotonic() + RECEIVE + LATE
     while one.num_fds() > files and time.monotonic() < end:
@@ -457,7 +457,7 @@ def test_floods(process):
             thread.start()
         try:
             time.sleep(0.3)
-            took = max(process.canary.sings(300) for _ in range(3))
+            took = max(process.canary.check_answer(300) for _ in range(3))
         finally:
             stop.set()
             for thread in threads:
@@ -608,7 +608,7 @@ def test_a_stream_that_nobody_reads(talkative):
         grown = (memory() - before) / MIB
         _, closed = drain(connection, 120)
         assert closed is not None, "the connection is still open"
-    talkative.canary.sings()
+    talkative.canary.check_answer()
     print(
         f"a stream that nobody reads: dropped {took:.1f} s after the other's end, {grown:+.0f} MiB"
     )
@@ -633,7 +633,7 @@ def test_an_answer_that_nobody_reads(talkative, count, close):
         wait(lambda: not talkative.engine.requests, 60)
         took = wait(lambda: not ends(), 2 * WRITE + IDLE + LATE)
     print(f"an answer that nobody reads: dropped after {took:.1f} s")
-    talkative.canary.sings()
+    talkative.canary.check_answer()
 
 
 class Stuck(asyncio.Transport):
@@ -706,4 +706,4 @@ def test_live_view_that_nobody_reads(talkative):
     with connect(talkative.url) as connection:  # a HEAD of what never ends
         connection.sendall(b"HEAD /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
-    talkative.canary.sings()
+    talkative.canary.check_answer()

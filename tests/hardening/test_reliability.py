@@ -172,7 +172,7 @@ def test_700_bad_requests_among_32_streams(real):
         f"{counts[400]} bad requests, {overlapped} of them while {len(streams)} streams went "
         "on; all identical"
     )
-    real.canary.sings()
+    real.canary.check_answer()
     settled(real.engine)
 
 
@@ -206,7 +206,7 @@ def test_one_that_can_never_fit():
             *_, last, done = other.value
             assert done[1] == "[DONE]" and last[1]["choices"][0]["finish_reason"] == "length"
             assert say("long").startswith(text_of(other.value))
-        canary.sings()
+        canary.check_answer()
         settled(engine)
     print(
         f"{pages} pages, a prompt of 63: 400 in {sum(took) / len(took) * 1e3:.1f} ms, "
@@ -253,7 +253,7 @@ def test_a_step_that_raises(server, name):
         assert done == "[DONE]" and "failed" in last["error"]["message"]
         assert not any(event["choices"][0]["finish_reason"] for _, event in events[:-2])
         late = max(late, events[-1][0] - state.at)
-        slow = max(slow, server.canary.sings(10))
+        slow = max(slow, server.canary.check_answer(10))
     print(
         f"{name} raised at steps 1 to 200: error event {late * 1e3:.0f} ms later at most, canary "
         f"{slow:.2f} s at most"
@@ -271,7 +271,7 @@ def test_a_step_of_the_model_that_raises(real, name, step):
     events = stream(real.url, {"prompt": "Once upon a time", "max_tokens": 250, "ignore_eos": True})
     assert state.calls == step, "the step was not reached"
     assert "failed" in events[-2][1]["error"]["message"] and events[-1][0] - state.at < 1
-    took = real.canary.sings(10)
+    took = real.canary.check_answer(10)
     print(
         f"{name} raised at step {step}: event {events[-1][0] - state.at:.3f} s later, canary "
         f"{took:.2f} s"
@@ -389,7 +389,7 @@ def test_a_step_that_hangs(server):
     steps = server.script.steps
     until(lambda: health(server.url) == 200)
     took_back = time.monotonic() - back
-    server.canary.sings()
+    server.canary.check_answer()
     settled(server.engine)
     assert server.script.steps - steps < 100, "what nobody waits for is written to its end"
     print(f"a step that hangs: events after {took:.2f} s, well {took_back:.3f} s after it returned")

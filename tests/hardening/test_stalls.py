@@ -234,5 +234,5 @@ def test_health_and_streams_go_on_beside(process, name):
     assert not [status for status in statuses if status >= 500], statuses
     assert health.slowest_health < ENOUGH and health.longest_gap < ENOUGH
     assert grown < 400
-    process.canary.sings(60.0)
+    process.canary.check_answer(60.0)
     assert process.running.poll() is None and server.create_time() == began

@@ -30,7 +30,7 @@ from quire.serving.protocol.answers.answer import (
 )
 from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.chat import FIELDS, NEUTRAL, REFUSED, parse
-from quire.tests.support.answers import Server, Written, strangers, written
+from quire.tests.support.answers import Server, Written, unknown_client_fields, written
 from quire.tests.support.cases import cases
 
 ASK = [{"role": "user", "content": "Hi"}]
@@ -527,7 +527,7 @@ def check(kind: Any, body: dict[str, Any]) -> None:
         choice["finish_reason"] = {"timeout": "length", "abort": "length"}.get(
             *[choice["finish_reason"]] * 2
         )
-    assert strangers(kind, body) <= OURS
+    assert unknown_client_fields(kind, body) <= OURS
 
 
 def test_an_answer_in_full():

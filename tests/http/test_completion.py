@@ -32,7 +32,7 @@ from quire.serving.protocol.answers.answer import (
 )
 from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.completion import FIELDS, parse
-from quire.tests.support.answers import Server, strangers, written
+from quire.tests.support.answers import Server, unknown_client_fields, written
 from quire.tests.support.cases import cases
 from quire.tests.support.tokenizer_zoo import BOS, ZOO, save
 
@@ -167,7 +167,7 @@ def check(body: dict[str, Any]) -> None:
                 choice["logprobs"][name] = [
                     each for each in choice["logprobs"][name] if each is not None
                 ]
-    assert strangers(Completion, body) <= OURS
+    assert unknown_client_fields(Completion, body) <= OURS
 
 
 def test_answers_in_full():

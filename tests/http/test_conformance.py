@@ -31,7 +31,7 @@ def test_each_field_is_what_its_row_says(endpoint):
             assert endpoint.parse({**endpoint.base, name: endpoint.idle[name]}) == plain, name
             assert refused(endpoint, **{name: object()}).param == name
             continue
-        base = {**endpoint.base, **NEEDS.get(name, {}), **endpoint.needs.get(name, {})}
+        base = {**endpoint.base, **NEEDS.get(name, {}), **endpoint.required_with.get(name, {})}
         value = endpoint.values.get(name, VALUES.get(name))
         # a whole body, with it in place of another field
         if isinstance(value, dict) and name in value:

@@ -15,7 +15,7 @@ from quire.serving.protocol import chat as chats
 from quire.serving.protocol import completion as completions
 from quire.serving.protocol.answers.answer import Delivery
 from quire.serving.protocol.fields import ABSENT, LABELS, sampling_fields
-from quire.tests.support.answers import spoil
+from quire.tests.support.answers import replace_random_value
 from quire.tests.support.cases import cases
 
 VALUES: dict[str, Any] = {  # a value for each sampling field, as JSON has it
@@ -327,7 +327,7 @@ def test_no_body_raises_anything_else(data):
         json.dumps(values | own | {"response_format": form, "stream": False, "timeout": 3})
     )
     module.parse(body)
-    spoil(data, body)
+    replace_random_value(data, body)
     try:
         module.parse(body)
     except RequestError as error:

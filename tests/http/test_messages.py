@@ -45,7 +45,14 @@ from quire.serving.protocol.messages import (
     REFUSED,
     SAMPLING_FIELDS,
 )
-from quire.tests.support.answers import Server, Written, events_of, spoil, strangers, written
+from quire.tests.support.answers import (
+    Server,
+    Written,
+    events_of,
+    replace_random_value,
+    unknown_client_fields,
+    written,
+)
 from quire.tests.support.cases import cases
 
 HEAD = ResponseHead("msg_1", "quill", 1700000000, "quire-0")
@@ -176,7 +183,7 @@ def whole(answer: FinishedChoice) -> dict[str, Any]:
 
 
 def check(kind: Any, value: Any) -> None:
-    assert strangers(kind, value) <= set()
+    assert unknown_client_fields(kind, value) <= set()
 
 
 def client(server: Server) -> anthropic.Anthropic:
@@ -527,7 +534,7 @@ def test_no_body_raises_anything_else(data):
         "stop_sequences": ["a"],
     }
     body = json.loads(json.dumps(asked))
-    spoil(data, body)
+    replace_random_value(data, body)
     try:
         assert isinstance(messages.parse(body), ChatRequest)
     except RequestError as error:

@@ -196,7 +196,7 @@ def test_stop(tab: Tab, stand_in: StandIn, how: str):
     else:
         tab.page.click("#send" if how == "button" else "#new")
     tab.ended()
-    until(lambda: stand_in.left == 1, tab.page, "the server was not told")
+    until(lambda: stand_in.num_disconnects == 1, tab.page, "the server was not told")
     if how == "new chat":
         assert tab.page.locator(".turn").count() == 0
     else:

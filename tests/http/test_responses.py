@@ -37,7 +37,14 @@ from quire.serving.protocol.responses import (
     REFUSED,
     SAMPLING_FIELDS,
 )
-from quire.tests.support.answers import Server, Written, events_of, spoil, strangers, written
+from quire.tests.support.answers import (
+    Server,
+    Written,
+    events_of,
+    replace_random_value,
+    unknown_client_fields,
+    written,
+)
 from quire.tests.support.cases import cases
 
 HEAD = ResponseHead("resp_1", "quill", 1700000000, "quire-0")
@@ -182,7 +189,7 @@ def whole(answer: FinishedChoice, asked: dict[str, Any] = FULL) -> dict[str, Any
 
 
 def check(kind: Any, value: Any) -> None:
-    assert strangers(kind, value) <= {"store", "bytes", "name"}  # ours
+    assert unknown_client_fields(kind, value) <= {"store", "bytes", "name"}  # ours
 
 
 def client(server: Server) -> openai.OpenAI:
@@ -541,7 +548,7 @@ def test_no_body_raises_anything_else(data):
         {"type": "function_call_output", "call_id": "c", "output": text("input_text", "a")},
     ]
     body = json.loads(json.dumps(FULL | {"input": items}))
-    spoil(data, body)
+    replace_random_value(data, body)
     try:
         assert isinstance(responses.parse(body), ResponsesRequest)
     except RequestError as error:

@@ -166,7 +166,7 @@ def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
         tensors = tiny.write(base, config, tiny.even(shapes | (sizes if name == "biases" else {})))
     whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
     adapter = peft.draw(whole, (*peft.EVERY, "w1", "w2", "w3", "gate", "lm_head"))
-    adapter |= peft.lengths(whole, adapter)
+    adapter |= peft.magnitude_vectors(whole, adapter)
     peft.write(tmp_path / "adapter", adapter, {"use_dora": True})
     untied = config | {"tie_word_embeddings": False}
     tiny.write(tmp_path / "merged", untied, peft.merged(whole, adapter))
@@ -344,7 +344,9 @@ def test_modules_that_are_not_named_take_none(tmp_path):
 def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
     """Of wrong shape, and of experts that the model's files hold in one tensor."""
     drawn = peft.draw(base.tensors, ("q_proj",))
-    wrong = {name: length[1:] for name, length in peft.lengths(base.tensors, drawn).items()}
+    wrong = {
+        name: length[1:] for name, length in peft.magnitude_vectors(base.tensors, drawn).items()
+    }
     peft.write(tmp_path / "short", drawn | wrong, {"use_dora": True})
     with pytest.raises(
         ModelError, match=r"lora_magnitude_vector of .* has shape \[31\]; the model wants \[32\]"
@@ -352,7 +354,9 @@ def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
         read_adapter(tmp_path / "short", base.config, base.targets, 16, base.folder)
     tensors = tiny_moe.write(tmp_path / "base", "qwen3_moe")
     drawn = peft.draw(tensors, ("gate_proj", "down_proj"))
-    peft.write(tmp_path / "experts", drawn | peft.lengths(tensors, drawn), {"use_dora": True})
+    peft.write(
+        tmp_path / "experts", drawn | peft.magnitude_vectors(tensors, drawn), {"use_dora": True}
+    )
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     own = {
         part: [tensors[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for e in range(6)]

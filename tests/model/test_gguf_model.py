@@ -115,7 +115,7 @@ def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
 def test_types_that_are_mixed(tmp_path, kind, other, kept):
     """As in Q4_K_M: what is one matrix here is kept in codes that hold both, or is widened."""
     config = tiny_gguf.LLAMA | {"hidden_size": 512, "num_hidden_layers": 1}  # rows of two blocks
-    means = tiny_gguf.write(tmp_path / "model.gguf", kind, config, other=other)
+    means = tiny_gguf.write(tmp_path / "model.gguf", kind, config, v_proj_kind=other)
     weights = read(tmp_path / "model.gguf")
     assert_is(weights, means)
     qkv = weights.layers[0].attention.qkv_DGH
@@ -131,7 +131,9 @@ def test_tokens_and_company(tmp_path, kind):
     """Near the dense model of the same numbers, whatever the batch; with a prefix cache and a
     schema.
     """
-    means = tiny_gguf.write(tmp_path / "model.gguf", kind, other="Q6_K" if kind == "Q4_K" else None)
+    means = tiny_gguf.write(
+        tmp_path / "model.gguf", kind, v_proj_kind="Q6_K" if kind == "Q4_K" else None
+    )
     tiny.write(tmp_path / "dense", tiny_gguf.LLAMA, means)
     llm = LLM(tmp_path / "model.gguf", **served_codes.SIZES)
     prompts = ["a story about a fox", "rain", "one two one two one two one two one", "went home"]
@@ -239,7 +241,7 @@ def test_file_types_have_llama_cpp_names():
 def test_format_is_named_as_the_file_has_it(tmp_path):
     """By general.file_type, else by the type of most elements."""
     file = tmp_path / "model.gguf"
-    tiny_gguf.write(file, "Q5_0", other="Q8_0")
+    tiny_gguf.write(file, "Q5_0", v_proj_kind="Q8_0")
     tensors = read_file(file).tensors
     for number, name in ((15, "Q4_K_M"), (3, "Q4_1"), (9999, "Q5_0"), (None, "Q5_0")):
         values = {} if number is None else {"general.file_type": number}

@@ -87,4 +87,4 @@ def test_greedy_tokens(variant, block_size, golden):
         kv_cache_memory_bytes=64 << 20,
     )
     # XLA sums in an order that rows may change
-    check_answers(llm, made, near=0 if native.serves() else 2e-5)
+    check_answers(llm, made, tolerance=0 if native.serves() else 2e-5)

@@ -22,7 +22,7 @@ from quire.model.quantize.source import CheckpointSource
 from quire.ops.quant import e8p
 from quire.ops.quant.hadamard import rotated
 from quire.tests.support import tiny, uncached
-from quire.tests.support.low_bits import meaning
+from quire.tests.support.low_bits import dequantize
 
 D = 64
 F = 96
@@ -202,7 +202,7 @@ def test_by_calibration(tmp_path, name, method):
             )
             W = tensors[f"model.layers.{index}.{tensor}.weight"].T
             assert (
-                np.square(meaning(leaf, name) - W).mean()
+                np.square(dequantize(leaf, name) - W).mean()
                 < {"3": 0.15, "2": 0.4}[name[-1]] * np.square(W).mean()
             )
     options = {"skip_tokenizer_init": True, "max_num_seqs": 1, "max_num_batched_tokens": 8}
@@ -270,7 +270,7 @@ def by_hand(rng, name: str, rows: int, columns: int) -> tuple[dict[str, np.ndarr
         out=(rows,),
         inputs=(0,),
     )
-    return tensors, meaning(node, name).T
+    return tensors, dequantize(node, name).T
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -307,13 +307,13 @@ def test_a_folder_that_was_written_by_hand(tmp_path, name):
         )
         near = {"rtol": 0, "atol": 1e-5 if name.startswith("e8p") else 0}
         np.testing.assert_allclose(
-            meaning(layer.attention.qkv_DGH, name).T, np.concatenate([q, k, v]), **near
+            dequantize(layer.attention.qkv_DGH, name).T, np.concatenate([q, k, v]), **near
         )
         np.testing.assert_allclose(
-            meaning(layer.mlp.up_DGF, name).T, np.concatenate([gate, up]), **near
+            dequantize(layer.mlp.up_DGF, name).T, np.concatenate([gate, up]), **near
         )
-        np.testing.assert_allclose(meaning(layer.attention.out_NHD, name).T, o, **near)
-        np.testing.assert_allclose(meaning(layer.mlp.down_FD, name).T, down, **near)
+        np.testing.assert_allclose(dequantize(layer.attention.out_NHD, name).T, o, **near)
+        np.testing.assert_allclose(dequantize(layer.mlp.down_FD, name).T, down, **near)
     source = find_sources(tmp_path, read_config(tmp_path))[0]
     for key, value in expected.items():
         np.testing.assert_allclose(source[key].read(), value, rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ from quire.tests.support.quantized_files import (
     LLAMA,
     D,
     F,
-    assert_is,
+    assert_dequantized,
     awq,
     check_damage,
     dense_of,
@@ -158,7 +158,7 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
     weights = read(tmp_path)
     widened = CASES[case][3] is None
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_is(weights, expected, 1e-6 if widened else 0)  # widened to float32
+    assert_dequantized(weights, expected, 1e-6 if widened else 0)  # widened to float32
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
     if not case.startswith("compressed"):  # the head is as it was published
         np.testing.assert_array_equal(weights.head_VD, expected["lm_head.weight"])
@@ -194,7 +194,7 @@ def test_what_the_config_leaves_dense(tmp_path, case):
         }
         file.write_text(json.dumps(config))
         weights = read(tmp_path)
-        assert_is(weights, expected)
+        assert_dequantized(weights, expected)
         assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
         assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
         assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
@@ -224,7 +224,7 @@ def test_zeros_of_eight_bits_in_groups_of_two_sizes(tmp_path):
     )
     weights = read(tmp_path)
     assert weights.layers[0].attention.qkv_DGH.group == 32
-    assert_is(weights, expected)
+    assert_dequantized(weights, expected)
 
 
 def test_a_zero_beyond_the_largest_code(tmp_path):

@@ -22,9 +22,10 @@ from quire.tests.support.golden.folder import HERE, write_folder
 from quire.tests.support.quantized_files import (
     FLOAT8,
     LLAMA,
-    assert_is,
+    assert_dequantized,
     awq,
-    blocks,
+    bitsandbytes_4bit,
+    bitsandbytes_8bit,
     check_damage,
     dense_of,
     fp8,
@@ -32,9 +33,8 @@ from quire.tests.support.quantized_files import (
     hqq,
     mxfp4,
     nvfp4,
+    pack_quantized,
     read,
-    signed,
-    whole,
 )
 
 
@@ -178,16 +178,16 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         compressed("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True}),
         "mxfp4",
     ),
-    "int8-128": (whole, {"group": 128}, compressed(PACKED, INTEGERS), "int8-weights-128"),
+    "int8-128": (pack_quantized, {"group": 128}, compressed(PACKED, INTEGERS), "int8-weights-128"),
     "int8-32": (
-        whole,
+        pack_quantized,
         {"group": 32},
         compressed(PACKED, INTEGERS | {"group_size": 32}),
         "int8-weights-32",
     ),
-    "int4-outputs": (whole, {"bits": 4}, compressed(PACKED, BY_OUTPUT), "int4-128"),
+    "int4-outputs": (pack_quantized, {"bits": 4}, compressed(PACKED, BY_OUTPUT), "int4-128"),
     "int4-outputs-zero": (
-        whole,
+        pack_quantized,
         {"bits": 4, "zero": True},
         compressed(PACKED, BY_OUTPUT | {"symmetric": False}),
         "int4-128-zero",
@@ -210,12 +210,12 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         GPTQ | {"bits": 8, "group_size": -1, "sym": True},
         "int8-weights",
     ),
-    "nf4": (blocks, {}, BNB, "nf4"),
-    "nf4-nested": (blocks, {"nested": True}, BNB, "nf4"),
-    "nf4-128": (blocks, {"block": 128}, BNB, "nf4"),
-    "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
+    "nf4": (bitsandbytes_4bit, {}, BNB, "nf4"),
+    "nf4-nested": (bitsandbytes_4bit, {"nested": True}, BNB, "nf4"),
+    "nf4-128": (bitsandbytes_4bit, {"block": 128}, BNB, "nf4"),
+    "fp4": (bitsandbytes_4bit, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
     "fp4-nested": (
-        blocks,
+        bitsandbytes_4bit,
         {"kind": "fp4", "nested": True},
         BNB | {"bnb_4bit_quant_type": "fp4"},
         "fp4",
@@ -251,7 +251,7 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         OPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "fp8",
     ),
-    "bnb-8": (signed, {}, BNB8, "int8-weights"),
+    "bnb-8": (bitsandbytes_8bit, {}, BNB8, "int8-weights"),
 }
 
 
@@ -293,7 +293,7 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
     weights = read(tmp_path)
     widened = CASES[case][3] is None
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_is(weights, expected, 1e-6 if widened else 0, near(case))
+    assert_dequantized(weights, expected, 1e-6 if widened else 0, near(case))
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
 
 
@@ -344,7 +344,7 @@ def test_what_the_config_leaves_dense(tmp_path, case):
     key, names = SPARED[CASES[case][2]["quant_method"]]
     _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
     weights = read(tmp_path / "said")
-    assert_is(weights, expected, atol=near(case))
+    assert_dequantized(weights, expected, atol=near(case))
     assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
@@ -370,7 +370,7 @@ def test_codes_in_a_wider_type(tmp_path):
         if name.endswith("_proj.weight"):
             tensors[name] = value.reshape(1, -1).view(ml_dtypes.bfloat16).T
     save_file(tensors, tmp_path / "model.safetensors")
-    assert_is(read(tmp_path), expected)
+    assert_dequantized(read(tmp_path), expected)
 
 
 def test_modules_of_several_bits(tmp_path):
@@ -399,7 +399,7 @@ def test_modules_of_several_bits(tmp_path):
     for layer in weights.layers:
         assert layer.attention.qkv_DGH.code == layer.mlp.up_DGF.code == "int8"
         assert isinstance(layer.mlp.down_FD, Int4) and isinstance(layer.attention.out_NHD, Int4)
-    assert_is(weights, expected)
+    assert_dequantized(weights, expected)
 
 
 def test_patterns_of_gptq(tmp_path):
@@ -425,7 +425,7 @@ def test_patterns_of_gptq(tmp_path):
     assert isinstance(weights.layers[1].mlp.down_FD, Int4)
     assert isinstance(weights.layers[0].mlp.down_FD, Grouped)
     assert isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
-    assert_is(weights, expected)
+    assert_dequantized(weights, expected)
     np.testing.assert_allclose(weights.head_VD, expected["lm_head.weight"], rtol=1e-6)
 
 
@@ -472,7 +472,7 @@ def test_what_modelopt_says_beside_config_json(tmp_path):
     tiny.write(tmp_path / "plain", LLAMA)
     (tmp_path / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(BESIDE))
-    assert_is(read(tmp_path), expected)
+    assert_dequantized(read(tmp_path), expected)
 
 
 def test_modules_in_two_formats(tmp_path):
@@ -500,7 +500,7 @@ def test_modules_in_two_formats(tmp_path):
     assert isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
     assert isinstance(weights.layers[1].attention.out_NHD, Fp8)
     assert isinstance(weights.layers[1].mlp.down_FD, Grouped)
-    assert_is(weights, expected, 1e-6)
+    assert_dequantized(weights, expected, 1e-6)
 
 
 COMPANY = [

@@ -20,10 +20,10 @@ from quire.tests.support import served_codes, tiny
 from quire.tests.support.quantized_files import (
     FLOAT8,
     LLAMA,
-    assert_is,
+    assert_dequantized,
     check_damage,
     dense_of,
-    paired,
+    pack_nibbles,
     read,
 )
 
@@ -137,7 +137,7 @@ def fours(rng, stem: str, shape, size=128, old=False, **_):
     dense = codes * scale.T.astype(np.float64).repeat(size, 1) + added.T.astype(np.float64).repeat(
         size, 1
     )
-    packed = paired((codes & 15).astype(np.uint8)).view(np.int8)
+    packed = pack_nibbles((codes & 15).astype(np.uint8)).view(np.int8)
     return named(stem, {"qdata": packed, "scale": scale, "zero_point": added}, old), dense
 
 
@@ -301,7 +301,7 @@ def test_each_matrix_is_what_its_form_says(tmp_path, case):
     weights = read(tmp_path)
     widened = CASES[case][3] is None
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_is(weights, expected, 1e-6 if widened else 0, near(case))
+    assert_dequantized(weights, expected, 1e-6 if widened else 0, near(case))
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
 
 
@@ -310,7 +310,7 @@ def test_what_the_config_leaves_dense(tmp_path, case):
     spare = ("self_attn.o_proj", "layers.0.mlp.down_proj")
     _, expected = written(tmp_path / "said", case, spare, modules_to_not_convert=list(spare))
     weights = read(tmp_path / "said")
-    assert_is(weights, expected, atol=near(case))
+    assert_dequantized(weights, expected, atol=near(case))
     assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
     assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
     written(tmp_path / "unsaid", case, spare)
@@ -359,7 +359,7 @@ def test_modules_with_configs_of_their_own(tmp_path, key):
     assert isinstance(weights.layers[1].mlp.down_FD, Int4)
     assert isinstance(weights.layers[0].attention.out_NHD, Grouped)
     assert isinstance(weights.layers[1].attention.qkv_DGH, Fp8)
-    assert_is(weights, expected, 1e-6)
+    assert_dequantized(weights, expected, 1e-6)
     for leaf, name in (
         (weights.embed_VD, "model.embed_tokens.weight"),
         (weights.head_VD, "lm_head.weight"),
@@ -555,4 +555,4 @@ def test_what_torchao_itself_writes(tmp_path):
         )
         save(parts, folder / "model.safetensors", metadata=metadata)
         assert read_config(folder).quant == name
-        assert_is(read(folder), expected, 2**-8)  # its dequantize rounds to bfloat16
+        assert_dequantized(read(folder), expected, 2**-8)  # its dequantize rounds to bfloat16

@@ -33,7 +33,7 @@ from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import ArraySpec, nbytes
 from quire.tests.support import uncached
 from quire.tests.support.cases import thinned
-from quire.tests.support.dense_values import restored
+from quire.tests.support.dense_values import dequantize
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.golden.folder import POSITIONS
 from quire.tests.support.golden.recorded import TOLERANCE, Golden
@@ -172,7 +172,7 @@ def test_a_stack_is_its_matrices(name):
         if field == "up_EDGF":
             node = jax.jit(pick)(jax.tree.map(jnp.asarray, stack), 4)
             np.testing.assert_allclose(
-                restored(node), values[field][4], atol=0.01 * np.abs(values[field]).max()
+                dequantize(node), values[field][4], atol=0.01 * np.abs(values[field]).max()
             )
 
 

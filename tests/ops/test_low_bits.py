@@ -20,7 +20,7 @@ from quire.ops.quant import clusters, e8p
 from quire.ops.quant.compressed import join_codes, split_words
 from quire.ops.quant.hadamard import restored, rotated, signs
 from quire.sharding.spec import ArraySpec, random_arrays
-from quire.tests.support.low_bits import meaning
+from quire.tests.support.low_bits import dequantize
 
 
 def spec_of(into, out):
@@ -234,7 +234,7 @@ def test_products(name, into, out):
     dense = spec_of(into, out)
     W = rng.standard_normal((*into, *out)).astype(np.float32)
     node = quant.packed(name, dense).quantize(W)
-    W64 = meaning(node, name)
+    W64 = dequantize(node, name)
     assert (
         np.square(W64 - W.reshape(W64.shape)).mean() < {"4": 0.02, "3": 0.05, "2": 0.12}[name[-1]]
     )

@@ -178,7 +178,7 @@ def test_a_context_is_copied_once(window, codes, monkeypatch):
     shape = decoding(K=4, G=2, S=32, codes=codes, window=window)
     sequences = [Sequence(1, 127, 1), Sequence(2, 63, 1), Sequence(3, 179, 1)]
     first = 1 if window else 0  # of the blocks that the last one sees
-    copied = copies.counted(monkeypatch)
+    copied = copies.record_copies(monkeypatch)
     run(shape, build(shape, sequences, np.random.default_rng(0)), attend)
     positions = 64 * (2 + 1 + 3 - first)
     keys = positions * shape.K * (shape.H * 2 if codes is None else shape.H + 4)

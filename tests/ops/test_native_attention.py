@@ -129,7 +129,7 @@ def codes(x):
 def kept(shape: Shape, x, keys: bool):
     """Rows as pages hold them: the array, or the array and its scales."""
     if shape.pages == "int4":
-        return four_bits.coded(four_bits.turned(x) if keys else x)
+        return four_bits.quantize(four_bits.hadamard_rotate(x) if keys else x)
     return codes(x) if shape.pages == "int8" else (x.astype(shape.kept), None)
 
 
@@ -137,8 +137,8 @@ def seen(shape: Shape, x, keys: bool):
     """Rows as they come out of pages, in float64."""
     held, scale = kept(shape, x, keys)
     if shape.pages == "int4":
-        found = four_bits.numbers(held, scale)
-        return found @ four_bits.matrix(shape.H) if keys else found
+        found = four_bits.dequantize(held, scale)
+        return found @ four_bits.hadamard_matrix(shape.H) if keys else found
     return held.astype(np.float64) * (1 if scale is None else scale.astype(np.float64)[..., None])
 
 
@@ -151,7 +151,9 @@ def reference(shape: Shape, s: Sequence):
     q = q[s.start : s.end].astype(np.float64)
     k = seen(shape, k[: s.end], keys=True)
     if shape.pages == "int4" and shape.dtype == "bfloat16" and native.instruction_set() in PAIRWISE:
-        q = four_bits.turned(q).astype(BFLOAT16).astype(np.float64) @ four_bits.matrix(shape.H)
+        q = four_bits.hadamard_rotate(q).astype(BFLOAT16).astype(
+            np.float64
+        ) @ four_bits.hadamard_matrix(shape.H)
     v = (
         seen(shape, v[: s.end], keys=False)
         if shape.value_dim is None

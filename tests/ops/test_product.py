@@ -571,7 +571,7 @@ def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
     make, bytes_of = WEIGHTS[name]
     x = draw(rng, 5, 256)
     weight = make(draw(rng, 256, 2, 128))
-    copied = copies.counted(monkeypatch)
+    copied = copies.record_copies(monkeypatch)
     linear.weight_of(weight, INTERPRETED).einsum("TD,DGH->TGH", x)
     rows = [part for part in copied if part.shape[0] == 16]
     assert sum(part.nbytes for part in copied) - sum(part.nbytes for part in rows) == bytes_of(
@@ -586,7 +586,7 @@ def test_an_expert_that_was_chosen_is_copied_once(monkeypatch):
     whose = chosen(rng, 40, X, E, "few")
     x = draw(rng, 40, D)
     weights = jnp.ones((40, X), jnp.float32)
-    copied = copies.counted(monkeypatch)
+    copied = copies.record_copies(monkeypatch)
     experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, INTERPRETED)
     blocks = sum(-(-np.count_nonzero(whose == e) // 32) for e in range(E))
     assert sum(part.nbytes for part in copied if part.shape[0] != 32) == blocks * (

@@ -13,7 +13,7 @@ from quire.ops.linear import einsum
 from quire.ops.quant import four_bits
 from quire.ops.quant.grouped import CODES, nearest
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
-from quire.tests.support.dense_values import restored
+from quire.tests.support.dense_values import dequantize
 
 FORMATS = {
     "int8": 1.0,
@@ -62,7 +62,7 @@ def test_specs_say_what_is_made(name):
         assert (one.shape, one.dtype) == (array.shape, array.dtype)
     extra = 4 * 128 if name in ("int8", "int8-weights", "fp8", "fp8-weights") else 0
     assert nbytes(spec) == pytest.approx(FORMATS[name] * weight.size + extra)
-    values = restored(random_arrays(spec, 1))
+    values = dequantize(random_arrays(spec, 1))
     # random weights have the size that dense ones would have
     assert 0.5 < values.std() * 256**0.5 < 2
 
@@ -71,7 +71,7 @@ def test_specs_say_what_is_made(name):
 def test_each_weight_is_within_half_a_step(name):
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((256, 2, 64)) * rng.uniform(0.01, 10, (1, 2, 64))
-    error = np.abs(restored(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(
+    error = np.abs(dequantize(quant.packed(name, dense_spec()).quantize(weight)) - weight).reshape(
         256, -1
     )
     sizes = {

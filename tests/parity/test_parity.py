@@ -56,13 +56,13 @@ class Case:
             answers = [reference.greedy(model, ids, variant.new_tokens) for ids in self.prompts]
             whole = self.prompts[0] + answers[0][0]
             leads = min(lead for _, lead in answers) >= LEAST_LEAD
-            if leads and reference.unsteadiness(model, whole) < STEADY:
+            if leads and reference.float32_error(model, whole) < STEADY:
                 break
             self.seed += 1
         print(f"{variant.name}: QUIRE_SEED={self.seed}")
         self.tokens = [tokens for tokens, _ in answers]
         self.whole, self.logits = whole, reference.logits(model, whole)
-        self.tolerance = TOLERANCE + 2 * reference.softness(model, whole)
+        self.tolerance = TOLERANCE + 2 * reference.logit_sensitivity(model, whole)
         self.written = written
         self.saved = folder / "saved"
         if "quantization_config" in variant.config:

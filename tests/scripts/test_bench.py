@@ -1,5 +1,5 @@
-"""`quire bench`: the arithmetic against numpy and scipy, the client against a server that
-misbehaves, the engine.
+"""`quire bench`: metrics against numpy and scipy, the HTTP client against a misbehaving server, and
+offline runs of the engine.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from quire.tests.support.served import model_of, scripted, served
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs `quire bench ARGUMENTS`: (exit code, stdout, stderr)."""
+    """Run `quire bench ARGUMENTS`; returns (exit code, stdout, stderr)."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     def call(*arguments: str):
@@ -56,20 +56,20 @@ def run(monkeypatch, capsys):
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 100))
-def test_percentiles_are_numpys(values, percent):
-    found = metrics.percentile(sorted(values), percent)
-    assert found == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-9)
+def test_percentiles_match_numpy(values, percent):
+    actual = metrics.percentile(sorted(values), percent)
+    assert actual == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-9)
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=1, max_size=50))
-def test_summaries_are_numpys(values):
-    found = metrics.summarise(values)
+def test_summaries_match_numpy(values):
+    summary = metrics.summarise(values)
     expected = (np.mean(values), np.std(values), *np.percentile(values, (50, 90, 99)))
-    assert tuple(vars(found).values()) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+    assert tuple(vars(summary).values()) == pytest.approx(expected, rel=1e-9, abs=1e-6)
     assert metrics.summarise([]) is None
 
 
-def random_answers(rng: random.Random) -> list[RequestTimes]:
+def random_request_times(rng: random.Random) -> list[RequestTimes]:
     answers = []
     for _ in range(rng.randint(1, 30)):
         sent = rng.uniform(0, 100)
@@ -88,20 +88,20 @@ def random_answers(rng: random.Random) -> list[RequestTimes]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_metrics_by_hand(seed):
-    answers = random_answers(random.Random(seed))
+def test_request_metrics_match_their_definitions(seed):
+    answers = random_request_times(random.Random(seed))
     good = [answer for answer in answers if answer.error is None]
-    found = metrics.milliseconds(answers)
-    assert found["ttft"] == pytest.approx([1000 * (a.times[0] - a.sent) for a in good])
-    assert found["e2el"] == pytest.approx([1000 * (a.times[-1] - a.sent) for a in good])
-    assert found["itl"] == pytest.approx(
+    times_ms = metrics.milliseconds(answers)
+    assert times_ms["ttft"] == pytest.approx([1000 * (a.times[0] - a.sent) for a in good])
+    assert times_ms["e2el"] == pytest.approx([1000 * (a.times[-1] - a.sent) for a in good])
+    assert times_ms["itl"] == pytest.approx(
         np.concatenate([1000 * np.diff(a.times) for a in good] or [[]])
     )
-    # A request's time is its first token and then its other tokens, at their mean.
-    tpot = iter(found["tpot"])
-    for a, ttft, e2el in zip(good, found["ttft"], found["e2el"], strict=True):
-        rest = (a.output_tokens - 1) * next(tpot) if a.output_tokens > 1 else 0
-        assert ttft + rest == pytest.approx(e2el)
+    # end-to-end latency = time to first token + mean time of each later token
+    tpot = iter(times_ms["tpot"])
+    for a, ttft, e2el in zip(good, times_ms["ttft"], times_ms["e2el"], strict=True):
+        after_first = (a.output_tokens - 1) * next(tpot) if a.output_tokens > 1 else 0
+        assert ttft + after_first == pytest.approx(e2el)
     totals = metrics.totals(answers, 4.0)
     assert (totals["completed"], totals["failed"]) == (len(good), len(answers) - len(good))
     assert totals["output_throughput"] == sum(a.output_tokens for a in good) / 4
@@ -109,49 +109,49 @@ def test_metrics_by_hand(seed):
         totals["total_token_throughput"] == sum(a.output_tokens + a.prompt_tokens for a in good) / 4
     )
     limits = {"ttft": 1000.0, "tpot": 1100.0, "e2el": 12000.0}
-    kept = sum(
+    num_within_limits = sum(
         a.times[0] - a.sent <= 1
         and (a.output_tokens == 1 or np.mean(np.diff(a.times)) <= 1.1)
         and a.times[-1] - a.sent <= 12
         for a in good
     )
-    assert metrics.goodput(answers, 4.0, limits) == kept / 4
+    assert metrics.goodput(answers, 4.0, limits) == num_within_limits / 4
 
 
-def test_nothing_answered_is_no_division_by_zero():
+def test_totals_of_failed_requests_do_not_divide_by_zero():
     answers = [RequestTimes(0.0, error="broke")]
     assert metrics.totals(answers, 0.0)["output_throughput"] == 0
     assert metrics.flat(metrics.milliseconds(answers)) == {}
     assert metrics.goodput(answers, 0.0, {"ttft": 1.0}) == 0
 
 
-# ---- what is sent, and when
+# ---- datasets and arrival times
 
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 4.0])
-def test_arrivals_are_a_gamma_process_of_the_rate(burstiness):
-    at = load.arrivals(4000, 20.0, burstiness, seed=1)
-    assert at[-1] == pytest.approx(4000 / 20) and at == sorted(at)
-    waits = np.diff([0.0, *at])
+def test_arrival_times_are_a_gamma_process_of_the_request_rate(burstiness):
+    arrival_times = load.arrivals(4000, 20.0, burstiness, seed=1)
+    assert arrival_times[-1] == pytest.approx(4000 / 20) and arrival_times == sorted(arrival_times)
+    gaps = np.diff([0.0, *arrival_times])
     assert (
         scipy.stats.kstest(
-            waits, scipy.stats.gamma(burstiness, scale=1 / (20 * burstiness)).cdf
+            gaps, scipy.stats.gamma(burstiness, scale=1 / (20 * burstiness)).cdf
         ).pvalue
         > 0.01
     )
     assert (
         load.arrivals(4000, 20.0, burstiness, seed=1)
-        == at
+        == arrival_times
         != load.arrivals(4000, 20.0, burstiness, 2)
     )
 
 
-def test_arrivals_at_the_ends_of_the_scale():
+def test_arrival_times_at_infinite_rate_and_infinite_burstiness():
     assert load.arrivals(3, math.inf, 1.0, 0) == [0, 0, 0]
     assert load.arrivals(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
 
 
-class Words:
+class WordTokenizer:
     """A tokenizer of words; ids 0 to 2 are special."""
 
     vocab_size = 50
@@ -164,95 +164,102 @@ class Words:
         return " ".join("x" * (i - 3) for i in ids)
 
 
-def source(name, path=None, **given) -> load.Dataset:
-    return load.dataset(name, path, **given)
+def make_dataset(name, path=None, **options) -> load.Dataset:
+    return load.dataset(name, path, **options)
 
 
-def test_random_requests_have_the_lengths_asked_for():
-    data = source("random", random_input_len=20, random_output_len=10, random_range_ratio=0.5)
-    samples = data.samples(500, Words(), seed=3)
+def test_random_dataset_has_the_requested_lengths():
+    data = make_dataset("random", random_input_len=20, random_output_len=10, random_range_ratio=0.5)
+    samples = data.samples(500, WordTokenizer(), seed=3)
     for lengths, low, high in (
         ([len(s.prompt) for s in samples], 10, 30), ([s.output_len for s in samples], 5, 15),
     ):  # fmt: skip
         assert (min(lengths), max(lengths)) == (low, high)
-    drawn = {token for s in samples for token in s.prompt}
-    assert drawn == set(range(3, 50))
-    assert {token for s in data.samples(99, Words(), 3, vocab=40) for token in s.prompt} == set(
-        range(3, 40)
+    sampled_tokens = {token for s in samples for token in s.prompt}
+    assert sampled_tokens == set(range(3, 50))
+    assert {
+        token for s in data.samples(99, WordTokenizer(), 3, vocab=40) for token in s.prompt
+    } == set(range(3, 40))
+    assert (
+        data.samples(500, WordTokenizer(), seed=3)
+        == samples
+        != data.samples(500, WordTokenizer(), seed=4)
     )
-    assert data.samples(500, Words(), seed=3) == samples != data.samples(500, Words(), seed=4)
     assert all(
-        len(s.prompt) == 7 for s in source("random", random_input_len=7).samples(9, Words(), 0)
+        len(s.prompt) == 7
+        for s in make_dataset("random", random_input_len=7).samples(9, WordTokenizer(), 0)
     )
 
 
-def test_repeated_prefixes_are_shared_evenly():
-    data = source(
+def test_prefix_repetition_dataset_uses_each_prefix_equally_often():
+    data = make_dataset(
         "prefix_repetition", prefix_repetition_prefix_len=30, prefix_repetition_suffix_len=5,
         prefix_repetition_num_prefixes=4, prefix_repetition_output_len=2,
     )  # fmt: skip
-    samples = data.samples(40, Words(), 0)
+    samples = data.samples(40, WordTokenizer(), 0)
     heads = [tuple(s.prompt[:30]) for s in samples]
     assert sorted(heads.count(head) for head in set(heads)) == [10] * 4
     assert heads != sorted(heads) and len({tuple(s.prompt[30:]) for s in samples}) == 40
     assert {(len(s.prompt), s.output_len) for s in samples} == {(35, 2)}
 
 
-def talk(*texts) -> dict[str, Any]:
+def conversation(*texts) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": text} for text in texts]}
 
 
-def test_sharegpt_takes_what_can_be_used(tmp_path):
+def test_sharegpt_dataset_skips_unusable_conversations(tmp_path):
     def words(count: int) -> str:
         return "a " * count
 
     good = [
-        talk(words(4), words(5)),
-        talk(words(1024), words(1024), "more"),
-        talk(words(100), words(6)),
+        conversation(words(4), words(5)),
+        conversation(words(1024), words(1024), "more"),
+        conversation(words(100), words(6)),
     ]
     bad = [
-        talk(words(4)),
-        talk(words(3), words(9)),
-        talk(words(9), words(3)),
-        talk(words(1025), words(4)),
+        conversation(words(4)),
+        conversation(words(3), words(9)),
+        conversation(words(9), words(3)),
+        conversation(words(1025), words(4)),
     ]
     bad += [
-        talk(words(1024), words(1025)),
-        talk("", words(9)),
-        talk(None, words(9)),
+        conversation(words(1024), words(1025)),
+        conversation("", words(9)),
+        conversation(None, words(9)),
         {},
         7,
         {"conversations": 3},
     ]
     path = tmp_path / "talk.json"
     path.write_text(json.dumps(bad + good))
-    found = source("sharegpt", path).samples(3, Words(), 0)
-    assert sorted((len(s.prompt) // 2, s.output_len) for s in found) == [
+    samples = make_dataset("sharegpt", path).samples(3, WordTokenizer(), 0)
+    assert sorted((len(s.prompt) // 2, s.output_len) for s in samples) == [
         (4, 5),
         (100, 6),
         (1024, 1024),
     ]
-    # round and round
-    again = source("sharegpt", path, sharegpt_output_len=2).samples(11, Words(), 0)
+    # the file is cycled when more samples are wanted
+    repeated = make_dataset("sharegpt", path, sharegpt_output_len=2).samples(11, WordTokenizer(), 0)
     assert (
-        again[:5] == again[5:10] and again[10] == again[0] and {s.output_len for s in again} == {2}
+        repeated[:5] == repeated[5:10]
+        and repeated[10] == repeated[0]
+        and {s.output_len for s in repeated} == {2}
     )
-    # the answers on file do not matter
-    assert sorted(len(s.prompt) // 2 for s in again[:5]) == [4, 9, 100, 1024, 1024]
+    # with a fixed output length the recorded answers do not matter
+    assert sorted(len(s.prompt) // 2 for s in repeated[:5]) == [4, 9, 100, 1024, 1024]
 
 
-def test_custom_lines(tmp_path):
+def test_custom_dataset_reads_prompts_and_output_lengths(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text(
         '{"prompt": "one\u2028two", "name": 1}\n\n{"prompt": [3, 4], "output_tokens": 9}\nwrong, but not needed'
     )
-    found = source("custom", path, custom_output_len=5).samples(2, None, 0)
-    assert found == [Sample("one\u2028two", 5), Sample([3, 4], 9)]
+    samples = make_dataset("custom", path, custom_output_len=5).samples(2, None, 0)
+    assert samples == [Sample("one\u2028two", 5), Sample([3, 4], 9)]
 
 
 @pytest.mark.parametrize(
-    "name, content, says",
+    "name, content, message",
     [
         ("custom", "{", "line 1 is not JSON"),
         ("custom", '{"prompt": "a"}\n{"promt": "a"}', 'line 2 must be an object with "prompt"'),
@@ -265,15 +272,15 @@ def test_custom_lines(tmp_path):
         ("sharegpt", "[]", "no request"),
     ],
 )
-def test_bad_data_is_named(tmp_path, name, content, says):
+def test_dataset_errors_name_the_line(tmp_path, name, content, message):
     path = tmp_path / "data"
     path.write_text(content)
-    with pytest.raises(UsageError, match=says):
-        source(name, path).samples(5, Words(), 0)
+    with pytest.raises(UsageError, match=message):
+        make_dataset(name, path).samples(5, WordTokenizer(), 0)
 
 
 @pytest.mark.parametrize(
-    "name, given, says",
+    "name, options, message",
     [
         ("sonnet", {}, "can be random, sharegpt"),
         ("sharegpt", {}, "needs --dataset-path"),
@@ -289,12 +296,12 @@ def test_bad_data_is_named(tmp_path, name, content, says):
         ("random", {"random_range_ratio": math.nan}, "--random-range-ratio is nan"),
     ],
 )
-def test_bad_settings_are_named(name, given, says):
-    with pytest.raises(UsageError, match=says):
-        source(name, **given)
+def test_dataset_errors_name_the_option(name, options, message):
+    with pytest.raises(UsageError, match=message):
+        make_dataset(name, **options)
 
 
-def test_values_after_an_option_are_spread():
+def test_several_values_of_an_option_become_repeated_options():
     line = "m --concurrency 1 2 4K 8x --goodput ttft:5 tpot:6 -- --concurrency 3 m 4 --seed 1 2"
     spread = command.repeat_options(line.split())
     assert (
@@ -310,7 +317,7 @@ def test_values_after_an_option_are_spread():
 
 
 @given(st.data(), st.sampled_from(["\n", "\r\n"]))
-def test_events_survive_any_cut(data, end):
+def test_server_sent_events_survive_any_chunking(data, end):
     texts = data.draw(
         st.lists(
             st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=5
@@ -331,7 +338,7 @@ def test_events_survive_any_cut(data, end):
     assert asyncio.run(collect()) == [f"{text}\nmore" for text in texts]
 
 
-def read(wire: bytes, headers: dict[str, str]) -> bytes:
+def read_body(wire: bytes, headers: dict[str, str]) -> bytes:
     async def collect():
         reader = asyncio.StreamReader()
         reader.feed_data(wire)
@@ -342,22 +349,24 @@ def read(wire: bytes, headers: dict[str, str]) -> bytes:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=8), st.integers(1, 20))
-def test_bodies_and_their_ends(parts, short):
-    body = b"".join(parts)
-    chunked = b"".join(b"%X;note=1\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-    assert read(chunked, {"transfer-encoding": "chunked"}) == body
-    assert read(body + b"next", {"content-length": str(len(body))}) == body
-    assert read(body, {}) == body
+def test_response_bodies_end_by_chunk_or_content_length(chunks, num_missing):
+    body = b"".join(chunks)
+    chunked = (
+        b"".join(b"%X;note=1\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    )
+    assert read_body(chunked, {"transfer-encoding": "chunked"}) == body
+    assert read_body(body + b"next", {"content-length": str(len(body))}) == body
+    assert read_body(body, {}) == body
     with pytest.raises(asyncio.IncompleteReadError):
-        read(body, {"content-length": str(len(body) + short)})
+        read_body(body, {"content-length": str(len(body) + num_missing)})
     with pytest.raises(asyncio.IncompleteReadError):
-        read(chunked[: -min(short + 4, len(chunked))], {"transfer-encoding": "chunked"})
+        read_body(chunked[: -min(num_missing + 4, len(chunked))], {"transfer-encoding": "chunked"})
 
 
 @pytest.mark.parametrize("size", [b"", b"-1", b"0x2", b"g", b"1" * 17])
-def test_lengths_that_are_none(size):
+def test_invalid_chunk_lengths_are_rejected(size):
     with pytest.raises(client.Failure, match="length"):
-        read(size + b"\r\nxx\r\n", {"transfer-encoding": "chunked"})
+        read_body(size + b"\r\nxx\r\n", {"transfer-encoding": "chunked"})
 
 
 @pytest.mark.parametrize(
@@ -369,7 +378,7 @@ def test_lengths_that_are_none(size):
         ("http://[::1]:5/v1", ("::1", 5, False, "")),
     ],
 )
-def test_addresses(url, expected):
+def test_base_urls_are_parsed(url, expected):
     server = client.ServerAddress.parse(url)
     assert (server.host, server.port, server.tls is not None, server.path) == expected
 
@@ -385,7 +394,7 @@ def test_addresses(url, expected):
         "http://localhost/?x=1",
     ],
 )
-def test_what_is_no_address(url, run):
+def test_invalid_base_urls_are_rejected(url, run):
     code, out, err = run("serve", "--base-url", url)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: --base-url: ")
 
@@ -408,9 +417,10 @@ STREAM = {"content-type": "text/event-stream"}
 
 
 class FakeServer:
-    """A server in a thread.
+    """An HTTP server in a thread.
 
-    `behave(server, body, writer)` answers each request; what they asked is kept in order.
+    `behave(server, body, writer)` answers each request. Request bodies and headers are recorded
+    in order.
     """
 
     def __init__(self, behave: Callable[..., Any], names: tuple[str, ...] = ("quill",)):
@@ -418,10 +428,10 @@ class FakeServer:
         self.names = names
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
-        self.open = self.most = 0
-        self.metrics: Callable[[], str] | None = None  # what /metrics says
-        self.asked = threading.Event()
-        self.gone = threading.Event()
+        self.open = self.max_open = 0
+        self.metrics: Callable[[], str] | None = None  # the body of /metrics
+        self.request_received = threading.Event()
+        self.client_closed = threading.Event()
 
     def __enter__(self) -> "FakeServer":
         self.loop = asyncio.new_event_loop()
@@ -432,7 +442,7 @@ class FakeServer:
         return self
 
     def __exit__(self, *_):
-        # not from here: a connection may be closing in the loop
+        # in the loop's thread: a connection may be closing there
         self.loop.call_soon_threadsafe(self.server.close)
         self.call(self.stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -450,7 +460,7 @@ class FakeServer:
 
     async def connection(self, reader, writer):
         self.open += 1
-        self.most = max(self.most, self.open)
+        self.max_open = max(self.max_open, self.open)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             if head.startswith("GET /v1/models "):
@@ -472,9 +482,9 @@ class FakeServer:
             )
             self.headers.append(head)
             self.bodies.append(json.loads(await reader.readexactly(int(length))))
-            self.asked.set()
+            self.request_received.set()
             watch = asyncio.ensure_future(reader.read())
-            watch.add_done_callback(lambda _: self.gone.set())
+            watch.add_done_callback(lambda _: self.client_closed.set())
             await self.behave(self, self.bodies[-1], writer)
             watch.cancel()
         except asyncio.CancelledError:
@@ -485,9 +495,7 @@ class FakeServer:
 
 
 async def reply(writer, chunks: list[bytes], chunked: bool = True, end: bool = True):
-    """A stream of events, each flushed alone; without its last chunk the connection just breaks
-    off.
-    """
+    """Write a stream of events, each flushed alone; `end=False` leaves out the final chunk."""
     coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
     writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{coding}\r\n".encode())
     for chunk in chunks:
@@ -498,15 +506,15 @@ async def reply(writer, chunks: list[bytes], chunked: bool = True, end: bool = T
         writer.write(b"0\r\n\r\n")
 
 
-def streams(*chunks: bytes, **options):
+def streams_events(*chunks: bytes, **options):
     async def behave(server, body, writer):
         await reply(writer, list(chunks), **options)
 
     return behave
 
 
-def says(status: str, body: bytes):
-    async def behave(server, asked, writer):
+def replies_with(status: str, body: bytes):
+    async def behave(server, body_sent, writer):
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
     return behave
@@ -516,51 +524,54 @@ async def silence(server, body, writer):
     await asyncio.sleep(60)
 
 
-async def half(server, body, writer):
+async def two_events_then_silence(server, body, writer):
     await reply(writer, TWO, end=False)
     await asyncio.sleep(60)
 
 
-def writes(data: bytes):
+def writes_bytes(data: bytes):
     async def behave(server, body, writer):
         writer.write(data)
 
     return behave
 
 
-def ask(server: FakeServer) -> RequestTimes:
-    """One request, timed by a clock that counts how often it is read: at the start, then once an
-    event.
+def ask_once(server: FakeServer) -> RequestTimes:
+    """Send one request, timed by a clock that counts its own readings (one at the start, then one
+    per event).
     """
-    where = client.ServerAddress.parse(server.url)
+    address = client.ServerAddress.parse(server.url)
     clock = itertools.count().__next__
-    return asyncio.run(client.ask(where, "/v1/completions", {"prompt": "x"}, 30.0, clock))
+    return asyncio.run(client.ask(address, "/v1/completions", {"prompt": "x"}, 30.0, clock))
 
 
 @pytest.mark.parametrize(
     "behave, times, tokens",
     [
-        (streams(*TWO, DONE), [1, 2], (0, 2)),  # no usage: pieces are counted
-        (streams(*TWO, event("c"), USAGE, DONE), [1, 2, 3], (7, 3)),
-        (streams(*TWO, DONE, chunked=False), [1, 2], (0, 2)),
-        (streams(event("ab"), USAGE, DONE), [1], (7, 3)),  # several tokens in a piece
-        (streams(event(""), event("a"), DONE), [1, 2], (0, 2)),  # a token that writes nothing
+        (streams_events(*TWO, DONE), [1, 2], (0, 2)),  # no usage: events are counted
+        (streams_events(*TWO, event("c"), USAGE, DONE), [1, 2, 3], (7, 3)),
+        (streams_events(*TWO, DONE, chunked=False), [1, 2], (0, 2)),
+        (streams_events(event("ab"), USAGE, DONE), [1], (7, 3)),  # several tokens in an event
+        (streams_events(event(""), event("a"), DONE), [1, 2], (0, 2)),  # a token without text
         (
-            streams(
+            streams_events(
                 delta(role="assistant", content=""), delta(content="a"), delta(reasoning_content="b"),
                 delta(finish_reason="stop"), USAGE, DONE,
             ),
             [2, 3], (7, 3),
         ),
-        (streams(delta(role="assistant", content="a"), delta("length", content="b"), DONE), [1, 2], (0, 2)),
-        (streams(b"".join([*TWO, DONE])), [1, 2], (0, 2)),
-        (streams(*TWO, DONE + b"data: ignored\n\n"), [1, 2], (0, 2)),
-        (writes(b"HTTP/1.1 102 Wait\r\nX: y\r\n\r\nHTTP/1.1 200 OK\r\n\r\n" + b"".join(TWO) + DONE), [1, 2], (0, 2)),
+        (streams_events(delta(role="assistant", content="a"), delta("length", content="b"), DONE), [1, 2], (0, 2)),
+        (streams_events(b"".join([*TWO, DONE])), [1, 2], (0, 2)),
+        (streams_events(*TWO, DONE + b"data: ignored\n\n"), [1, 2], (0, 2)),
+        (
+            writes_bytes(b"HTTP/1.1 102 Wait\r\nX: y\r\n\r\nHTTP/1.1 200 OK\r\n\r\n" + b"".join(TWO) + DONE),
+            [1, 2], (0, 2),
+        ),
     ],
 )  # fmt: skip
-def test_a_stream_is_timed_piece_by_piece(behave, times, tokens):
+def test_streamed_events_are_timed_one_by_one(behave, times, tokens):
     with FakeServer(behave) as server:
-        answer = ask(server)
+        answer = ask_once(server)
     assert answer == RequestTimes(0, times, *tokens)
 
 
@@ -568,19 +579,19 @@ def test_a_stream_is_timed_piece_by_piece(behave, times, tokens):
     "behave, ended",
     [
         (
-            streams(
+            streams_events(
                 event(choices=[{"text": "", "finish_reason": "stop"}]),
                 event(choices=[], usage={"completion_tokens": 1}),
                 DONE,
             ),
             1,
         ),
-        (streams(delta(role="assistant", content=""), delta(finish_reason="stop"), DONE), 2),
+        (streams_events(delta(role="assistant", content=""), delta(finish_reason="stop"), DONE), 2),
     ],
 )
-def test_an_answer_that_ends_at_once_is_an_answer(run, behave, ended):
+def test_an_answer_without_tokens_completes(run, behave, ended):
     with FakeServer(behave) as server:
-        answer = ask(server)
+        answer = ask_once(server)
         address = (
             "--host",
             "127.0.0.1",
@@ -615,95 +626,98 @@ def test_an_answer_that_ends_at_once_is_an_answer(run, behave, ended):
 @pytest.mark.parametrize(
     "behave, error",
     [
-        (says("503 Busy", b'{"error": {"message": "too many\\nrequests"}}'), "HTTP 503: too many"),
-        (says("404 No", b'{"detail": "x"}'), "HTTP 404: {'detail': 'x'}"),
-        (says("500 Oh", b"<html>\nno"), "HTTP 500: <html>"),
-        (says("500 Oh", b""), "HTTP 500"),
         (
-            says("200 OK", b'{"choices": [{"text": "not streamed"}]}'),
+            replies_with("503 Busy", b'{"error": {"message": "too many\\nrequests"}}'),
+            "HTTP 503: too many",
+        ),
+        (replies_with("404 No", b'{"detail": "x"}'), "HTTP 404: {'detail': 'x'}"),
+        (replies_with("500 Oh", b"<html>\nno"), "HTTP 500: <html>"),
+        (replies_with("500 Oh", b""), "HTTP 500"),
+        (
+            replies_with("200 OK", b'{"choices": [{"text": "not streamed"}]}'),
             "the stream ended without [DONE]",
         ),
-        (streams(*TWO, event(error={"message": "gone"})), "gone"),
-        (streams(*TWO), "the stream ended without [DONE]"),
-        (streams(*TWO, end=False), "disconnected in the middle of the answer"),
-        (streams(end=False), "disconnected"),
-        (streams(DONE), "the stream held no token"),
-        (streams(b"data: {\n\n"), "an event is not JSON"),
-        (streams(b"data: []\n\n"), "an event is not a JSON object"),
+        (streams_events(*TWO, event(error={"message": "gone"})), "gone"),
+        (streams_events(*TWO), "the stream ended without [DONE]"),
+        (streams_events(*TWO, end=False), "disconnected in the middle of the answer"),
+        (streams_events(end=False), "disconnected"),
+        (streams_events(DONE), "the stream held no token"),
+        (streams_events(b"data: {\n\n"), "an event is not JSON"),
+        (streams_events(b"data: []\n\n"), "an event is not a JSON object"),
         (
-            streams(b"data: \xff\n\n"),
+            streams_events(b"data: \xff\n\n"),
             "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
         ),
-        (streams(b"data: " + b"x" * (1 << 21)), "a line is longer than 1048576 bytes"),
-        (writes(b""), "disconnected"),
-        (writes(b"SSH-2.0\r\n\r\n"), "the answer is not HTTP/1.1"),
+        (streams_events(b"data: " + b"x" * (1 << 21)), "a line is longer than 1048576 bytes"),
+        (writes_bytes(b""), "disconnected"),
+        (writes_bytes(b"SSH-2.0\r\n\r\n"), "the answer is not HTTP/1.1"),
         (
-            writes(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
+            writes_bytes(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
             "the answer's length cannot be read",
         ),
-        (writes(b"HTTP/1.1 200 OK\r\n" + b"x" * (1 << 21)), None),
+        (writes_bytes(b"HTTP/1.1 200 OK\r\n" + b"x" * (1 << 21)), None),
     ],
 )
-def test_every_way_to_fail_is_an_error_and_no_exception(behave, error):
+def test_failed_requests_report_an_error_and_do_not_raise(behave, error):
     with FakeServer(behave) as server:
-        found = ask(server).error
-    assert found is not None and "\n" not in found
-    assert error is None or found == error
+        message = ask_once(server).error
+    assert message is not None and "\n" not in message
+    assert error is None or message == error
 
 
 @pytest.mark.filterwarnings(
     "error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning"
 )
-@pytest.mark.parametrize("behave", [silence, half])
-def test_a_request_that_takes_too_long_has_failed_and_hangs_up(behave):
-    async def late(server):
-        where = client.ServerAddress.parse(server.url)
-        answer = await client.ask(where, "/v1/completions", {}, 0.2, itertools.count().__next__)
+@pytest.mark.parametrize("behave", [silence, two_events_then_silence])
+def test_a_request_that_times_out_closes_its_connection(behave):
+    async def request_with_timeout(server):
+        address = client.ServerAddress.parse(server.url)
+        answer = await client.ask(address, "/v1/completions", {}, 0.2, itertools.count().__next__)
         assert answer.error == "no end within 0.2 s"
-        assert await asyncio.to_thread(server.gone.wait, 10)
+        assert await asyncio.to_thread(server.client_closed.wait, 10)
 
     with FakeServer(behave) as server:
-        asyncio.run(late(server))
+        asyncio.run(request_with_timeout(server))
 
 
-def test_nobody_there():
+def test_connection_refused_is_reported():
     with FakeServer(silence) as server:
         pass
-    assert "Connect call failed" in (ask(server).error or "")
+    assert "Connect call failed" in (ask_once(server).error or "")
 
 
-def test_requests_go_in_order_and_only_so_many_at_once():
+def test_requests_are_sent_in_order_within_the_concurrency_limit():
     sent = []
-    under_way = 0
-    most = 0
+    num_in_flight = 0
+    max_in_flight = 0
 
     async def send(index: int) -> RequestTimes:
-        nonlocal under_way, most
+        nonlocal num_in_flight, max_in_flight
         sent.append(index)
-        under_way += 1
-        most = max(most, under_way)
+        num_in_flight += 1
+        max_in_flight = max(max_in_flight, num_in_flight)
         for _ in range(random.Random(index).randint(1, 5)):
             await asyncio.sleep(0)
-        under_way -= 1
+        num_in_flight -= 1
         return RequestTimes(index)
 
     for limit, expected in ((None, 40), (1, 1), (7, 7)):
         sent = []
-        most = 0
+        max_in_flight = 0
         answers, _ = asyncio.run(serve.send_requests(send, [0.0] * 40, limit))
         assert [answer.sent for answer in answers] == sent == list(range(40))
-        assert most == expected
+        assert max_in_flight == expected
 
 
 # ---- bench serve
 
 
-def test_serve_from_end_to_end(run, tmp_path, monkeypatch):
-    """Every third request fails; the table, the JSON and the picture tell of the others."""
+def test_bench_serve_reports_successes_and_failures(run, tmp_path, monkeypatch):
+    """Every third request fails; the table, the JSON and the plot report the others."""
 
     async def behave(server, body, writer):
         if len(server.bodies) % 3 == 0:
-            await says("503 Busy", b'{"error": {"message": "busy"}}')(server, body, writer)
+            await replies_with("503 Busy", b'{"error": {"message": "busy"}}')(server, body, writer)
         else:
             count = body["max_tokens"]
             usage = event(
@@ -742,7 +756,7 @@ def test_serve_from_end_to_end(run, tmp_path, monkeypatch):
             str(picture),
         )
     assert (code, err) == (0, "")
-    assert server.most <= 2
+    assert server.max_open <= 2
     assert all("Authorization: Bearer secret\r\n" in head for head in server.headers)
     assert len(server.bodies) == 12
     first = server.bodies[0]
@@ -787,10 +801,10 @@ def test_serve_from_end_to_end(run, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_serve_asks_a_chat_with_text(run, tmp_path):
+def test_bench_serve_sends_chat_prompts_as_text(run, tmp_path):
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "Grüße"}\n{"prompt": "two", "output_tokens": 3}')
-    with FakeServer(streams(*TWO, DONE), names=("other", "more")) as server:
+    with FakeServer(streams_events(*TWO, DONE), names=("other", "more")) as server:
         options = (
             "serve",
             "--base-url",
@@ -808,20 +822,23 @@ def test_serve_asks_a_chat_with_text(run, tmp_path):
             run(*options, "--tokenizer", "quill", "--random-input-len", "5", "--model", "mine")[0]
             == 0
         )
-    asked = sorted(server.bodies[:2], key=lambda body: body["max_tokens"])
-    assert [body["messages"] for body in asked] == [
+    bodies = sorted(server.bodies[:2], key=lambda body: body["max_tokens"])
+    assert [body["messages"] for body in bodies] == [
         [{"role": "user", "content": "two"}], [{"role": "user", "content": "Grüße"}],
     ]  # fmt: skip
-    assert [(body["model"], body["max_tokens"]) for body in asked] == [("other", 3), ("other", 128)]
-    assert "prompt" not in asked[0] and "ignore_eos" not in asked[0]
+    assert [(body["model"], body["max_tokens"]) for body in bodies] == [
+        ("other", 3),
+        ("other", 128),
+    ]
+    assert "prompt" not in bodies[0] and "ignore_eos" not in bodies[0]
     assert (
         isinstance(server.bodies[2]["messages"][0]["content"], str)
         and server.bodies[2]["model"] == "mine"
     )
 
 
-def test_serve_without_any_answer_fails(run):
-    with FakeServer(says("500 Oh", b"")) as server:
+def test_bench_serve_fails_if_all_requests_fail(run):
+    with FakeServer(replies_with("500 Oh", b"")) as server:
         code, out, err = run(
             "serve", "--base-url", server.url, "--num-prompts", "3", "--goodput", "ttft:5"
         )
@@ -830,7 +847,7 @@ def test_serve_without_any_answer_fails(run):
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (["--endpoint", "/v1/embeddings"], "/v1/chat/completions"),
         (["--port", "8001"], "leave out --host and --port"),
@@ -859,24 +876,22 @@ def test_serve_without_any_answer_fails(run):
         ([], "no server answers"),
     ],
 )
-def test_serve_refuses_in_one_line(run, arguments, says):
+def test_bench_serve_usage_errors_are_one_line(run, arguments, message):
     code, out, err = run("serve", "--base-url", "http://127.0.0.1:1", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and says in err
+    assert err.startswith("error: ") and message in err
 
 
-def test_serve_needs_a_name_and_a_tokenizer(run):
-    with FakeServer(says("404 Not Found", b""), names=()) as server:
+def test_bench_serve_needs_a_model_name_and_a_tokenizer(run):
+    with FakeServer(replies_with("404 Not Found", b""), names=()) as server:
         assert "lists no model" in run("serve", "--base-url", server.url)[2]
         code, _, err = run("serve", "--base-url", server.url, "--model", "no-such-model")
         assert (code, err.count("\n")) == (2, 2) and "--tokenizer" in err
         assert "note: the server's tokenizer cannot be asked: HTTP 404" in err
 
 
-def test_prompts_are_drawn_with_the_tokenizer_of_the_server(run, served_quill):
-    """The model has another name there, and no files here: the server says how texts are cut, and
-    counts tokens.
-    """
+def test_bench_serve_samples_prompts_with_the_servers_tokenizer(run, served_quill):
+    """The served model has an alias and no local files, so that the server tokenizes prompts."""
     options = (
         "serve",
         "--base-url",
@@ -906,7 +921,7 @@ def served_quill():
         yield state.url
 
 
-def test_ctrl_c_stops_serve_quietly():
+def test_ctrl_c_stops_bench_serve_quietly():
     with FakeServer(silence) as server:
         command = [
             sys.executable,
@@ -924,12 +939,12 @@ def test_ctrl_c_stops_serve_quietly():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # What a shell starts in the background ignores Ctrl-C, and so do its children: these
-            # tests may be such.
+            # Processes that a shell starts in the background ignore SIGINT, and their children
+            # inherit that: these tests may run so.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         try:
-            assert server.asked.wait(300)
+            assert server.request_received.wait(300)
             child.send_signal(signal.SIGINT)
             out, err = child.communicate(timeout=300)
         finally:
@@ -947,16 +962,18 @@ def llm():
     return LLM("quill-draft", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128)
 
 
-def test_the_engine_is_kept_as_full_as_asked(llm, monkeypatch):
-    monkeypatch.setattr(llm.engine, "max_fused_steps", lambda plan: 1)  # a piece for each token
+def test_engine_runs_at_the_requested_concurrency(llm, monkeypatch):
+    monkeypatch.setattr(
+        llm.engine, "max_fused_steps", lambda plan: 1
+    )  # no fused steps: one event per token
     rng = random.Random(0)
     samples = [
         Sample(rng.choices(range(3, 1000), k=rng.randint(1, 60)), rng.randint(1, 12))
         for _ in range(9)
     ]
     for concurrency in (1, 3):
-        done: list[tuple[int, int]] = []
-        note = done.append
+        advances: list[tuple[int, int]] = []
+        note = advances.append
         run = engine.serve(
             llm,
             samples,
@@ -973,28 +990,28 @@ def test_the_engine_is_kept_as_full_as_asked(llm, monkeypatch):
             assert len(answer.times) == sample.output_len and list(answer.times) == sorted(
                 set(answer.times)
             )
-        assert sorted(done) == sorted((1, sample.output_len) for sample in samples)
-        # Every row of every request was computed once: what a step brought is in its plan. The last
-        # step launched for a request may be in vain, as its end is known only then.
+        assert sorted(advances) == sorted((1, sample.output_len) for sample in samples)
+        # Every token of every request was computed once. One more step per request may have been
+        # launched before its end was known.
         rows = sum(step.plan.num_tokens for step in run.steps)
         needed = sum(len(sample.prompt) + sample.output_len - 1 for sample in samples)
         assert needed <= rows <= needed + len(samples)
         assert max(len(step.plan.items) for step in run.steps) == concurrency
         assert not llm.engine.busy and not llm.engine.requests
-        # The clock counts its readings: one before, one a request, one a call of step(), one at the
-        # end.
+        # The clock counts its readings: one at the start, one per request, one per call of step(),
+        # one at the end.
         assert sum(step.seconds for step in run.steps) <= run.seconds
     assert llm.engine.runner.compiles.recompiles == 0
 
 
-def test_an_interrupted_run_leaves_the_engine_clean(llm, monkeypatch):
+def test_an_interrupted_run_aborts_its_requests(llm, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     requests = []
     add = llm.add
     monkeypatch.setattr(
-        llm, "add", lambda *given, **named: requests.append(add(*given, **named)) or requests[-1]
+        llm, "add", lambda *args, **kwargs: requests.append(add(*args, **kwargs)) or requests[-1]
     )
     with pytest.raises(KeyboardInterrupt):
         engine.serve(llm, [Sample([5], 1), *[Sample([5] * 40, 50)] * 5], 3, 0.0, advance=interrupt)
@@ -1008,13 +1025,13 @@ def test_an_interrupted_run_leaves_the_engine_clean(llm, monkeypatch):
     assert len(engine.serve(llm, [Sample([5], 2)], 1, 1.0).answers) == 1
 
 
-def test_an_answer_that_would_be_cut_short_is_refused(llm):
+def test_requests_longer_than_the_model_length_are_rejected(llm):
     with pytest.raises(UsageError, match="100 prompt and 29 output tokens do not fit into the 128"):
         engine.serve(llm, [Sample([5] * 100, 28), Sample([5] * 100, 29)], 1, 0.0)
     assert not llm.engine.busy
 
 
-def test_a_failed_step_is_no_measurement(llm, monkeypatch):
+def test_a_failed_step_aborts_the_benchmark(llm, monkeypatch):
     def fail(plan):
         raise RuntimeError("out of memory")
 
@@ -1023,10 +1040,8 @@ def test_a_failed_step_is_no_measurement(llm, monkeypatch):
         engine.serve(llm, [Sample([5], 2)], 1, 0.0)
 
 
-def test_the_roof_by_hand():
-    """Steps that carry a prompt do not count; each sequence reads what lies before and at its
-    position.
-    """
+def test_roofline_of_decode_steps_by_hand():
+    """Steps that prefill do not count; a sequence reads the KV cache up to its own position."""
 
     def step(seconds, *items):
         items = tuple(SimpleNamespace(start=start, num_tokens=count) for start, count in items)
@@ -1036,7 +1051,8 @@ def test_the_roof_by_hand():
     steps = [step(9.0, (0, 16), (4, 1)), step(2.0, (16, 1), (5, 1)), step(4.0, (17, 1))]
     roof = engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
     assert roof is not None
-    # KV: 100 + 60 and 100, so 1130 bytes a step; at 500 a second 2.26 s, and the steps took 3.
+    # KV reads: 100 + 60 and 100 bytes, so 1130 bytes a step with the weights; at 500 bytes a second
+    # 2.26 s, and the steps took 3 s on average.
     assert (roof.steps, roof.sequences, roof.weight_bytes, roof.cache_bytes) == (
         2,
         1.5,
@@ -1048,30 +1064,32 @@ def test_the_roof_by_hand():
     assert engine.roof(steps[:1], 1000, lambda length: 0, 500.0) is None
 
 
-def test_the_roof_of_a_model_is_all_that_it_reads(llm):
+def test_roofline_counts_all_weight_and_cache_bytes(llm):
     import jax
 
     config = llm.engine.runner.config
     weights = llm.engine.runner.weights
     run = engine.serve(llm, [Sample([5] * 20, 2)], 1, 0.0)
     roof = engine.engine_roof(llm, run, 1e9)
-    assert roof is not None and config.tied  # so the table of the embeddings is read, as the head
+    assert (
+        roof is not None and config.tied
+    )  # so that the embedding table is read, as the output matrix
     assert roof.weight_bytes == sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)
     )
-    # 21 positions, and windows are wider than that
-    each = [layer.attention for layer in config.layers]
-    assert roof.cache_bytes == sum(21 * 2 * a.kv_heads * a.head_dim * 2 for a in each)
+    # 21 positions; all sliding windows are wider than that
+    attention_layers = [layer.attention for layer in config.layers]
+    assert roof.cache_bytes == sum(21 * 2 * a.kv_heads * a.head_dim * 2 for a in attention_layers)
 
 
-def test_the_speed_of_an_accelerators_memory():
+def test_device_bandwidth_is_measured():
     assert engine.device_bandwidth(1 << 16, passes=2) > 0
 
 
 SMALL = ("quill-draft", "--max-num-batched-tokens", "32", "--max-model-len", "128")
 
 
-def test_throughput_sweeps(run, tmp_path, monkeypatch):
+def test_throughput_sweeps_concurrency(run, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "read_bandwidth", lambda: 2e9)
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     file = tmp_path / "r.json"
@@ -1105,14 +1123,14 @@ def test_throughput_sweeps(run, tmp_path, monkeypatch):
         assert decode["roof_share"] == pytest.approx(
             decode["roof_ms"] / np.mean(decode["steps_ms"]), rel=1e-3
         )
-    # one after the other: each token but the first by itself
+    # at concurrency 1 every token but the first takes a decode step of its own
     assert result["points"][0]["decode"]["steps"] == 6 * 4
     assert (result["options"]["concurrency"], result["command"]) == ([4, 1], "bench throughput")
     assert "2.0 GB/s" in out and "reached" in out
     assert b"<svg" in picture.read_bytes()
 
 
-def test_throughput_of_prompts_alone_has_no_roof(run, monkeypatch):
+def test_throughput_without_decode_steps_has_no_roofline(run, monkeypatch):
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     options = (
         "throughput",
@@ -1130,7 +1148,7 @@ def test_throughput_of_prompts_alone_has_no_roof(run, monkeypatch):
     assert (code, out, err.count("\n")) == (2, "", 1) and "length is 128 (max_model_len)" in err
 
 
-def test_latency_counts_what_it_says(run, tmp_path):
+def test_latency_reports_every_batch(run, tmp_path):
     file = tmp_path / "r.json"
     picture = tmp_path / "p.pdf"
     code, out, err = run(
@@ -1177,9 +1195,9 @@ ENTRY %main (p: s32[]) -> s32[] {{
 """
 
 
-def traced(*events: tuple[str, float, float, str]) -> SimpleNamespace:
-    """A trace of events on two threads, of (name, start, length, module) in milliseconds."""
-    made = [
+def make_trace(*events: tuple[str, float, float, str]) -> SimpleNamespace:
+    """A trace of events on two threads, from (name, start ms, length ms, module)."""
+    trace_events = [
         SimpleNamespace(
             name=name, start_ns=start * 1e6, duration_ns=length * 1e6,
             stats=[("hlo_op", name), ("hlo_module", module), ("program_id", 7)] if module else [],
@@ -1189,24 +1207,25 @@ def traced(*events: tuple[str, float, float, str]) -> SimpleNamespace:
     return SimpleNamespace(
         planes=[
             SimpleNamespace(
-                lines=[SimpleNamespace(events=made[::2]), SimpleNamespace(events=made[1::2])]
+                lines=[
+                    SimpleNamespace(events=trace_events[::2]),
+                    SimpleNamespace(events=trace_events[1::2]),
+                ]
             )
         ]
     )
 
 
-def test_the_parts_of_a_step_by_hand():
-    """Two steps in one loop of a program, a copy that belongs to no step, and time in which nothing
-    runs.
-    """
+def test_step_trace_is_attributed_to_scopes_by_hand():
+    """Two steps in one loop of a program, a copy outside of the steps, and idle time."""
     lengths = (("call.1", 0, 2.0), ("fusion.4", 2, 0.5), ("call.2", 3, 1), ("call.3", 4, 3))
-    one, two = (
+    first_step, second_step = (
         [(name, at + start, length, "s") for name, start, length in lengths] for at in (10.0, 18.0)
     )
-    found = step.read(
-        traced(
-            *one,
-            *two,
+    traced_steps = step.read(
+        make_trace(
+            *first_step,
+            *second_step,
             ("while.5", 10, 15, "s"),
             ("copy.1", 2, 1, "copies"),
             ("Python", 0, 90, ""),
@@ -1217,22 +1236,22 @@ def test_the_parts_of_a_step_by_hand():
         ),
         ["%copy.1 = s32[] copy(%x)", PROGRAM],
     )
-    assert found.steps == 2 and found.program == pytest.approx(0.009)
-    assert [(part.scope, part.kind, part.launches) for part in found.parts] == [
+    assert traced_steps.steps == 2 and traced_steps.program == pytest.approx(0.009)
+    assert [(scope_time.scope, scope_time.kind, scope_time.launches) for scope_time in traced_steps.parts] == [
         ("mlp", "products", 2), ("step", "XLA's operations", 1), ("logits", "products", 1)
     ]  # fmt: skip
-    assert [part.seconds for part in found.parts] == pytest.approx([0.003, 0.0005, 0.003])
-    assert step.idle_seconds(0.010, found) == pytest.approx(
+    assert [scope_time.seconds for scope_time in traced_steps.parts] == pytest.approx(
+        [0.003, 0.0005, 0.003]
+    )
+    assert step.idle_seconds(0.010, traced_steps) == pytest.approx(
         {"between operations": 0.0025, "between programs: launch, host": 0.001}
     )
     with pytest.raises(UsageError, match="does not name them"):
-        step.read(traced(("dot.1", 0, 1, "s")), [PROGRAM])
+        step.read(make_trace(("dot.1", 0, 1, "s")), [PROGRAM])
 
 
-def test_a_step_by_part(run, tmp_path, monkeypatch):
-    """Every layer's products are there, as often as the model has them; the parts and the rests are
-    the whole.
-    """
+def test_step_breakdown_counts_launches_of_every_layer(run, tmp_path, monkeypatch):
+    """Every layer's matrix products are counted; scopes and idle time add up to the step."""
     try:
         build.compiler()
     except NotImplementedError as reason:
@@ -1253,16 +1272,23 @@ def test_a_step_by_part(run, tmp_path, monkeypatch):
     )
     assert (code, err) == (0, "")
     result = json.loads(file.read_text())
-    parts = {(part["scope"], part["kind"]): part["launches"] for part in result["traced"]["parts"]}
+    launches_by_scope = {
+        (scope_time["scope"], scope_time["kind"]): scope_time["launches"]
+        for scope_time in result["traced"]["parts"]
+    }
     layers = len(loader.read_config(hub.resolve("quill-draft")).layers)
-    assert parts["logits", "products"] == 1 and result["traced"]["steps"] > 30
+    assert launches_by_scope["logits", "products"] == 1 and result["traced"]["steps"] > 30
     # qkv and out, gate-up and down
-    assert parts["attention", "products"] == parts["mlp", "products"] == 2 * layers
-    assert parts["attention", "attention"] == layers
-    whole = sum(part["ms"] for part in result["traced"]["parts"]) + sum(
+    assert (
+        launches_by_scope["attention", "products"]
+        == launches_by_scope["mlp", "products"]
+        == 2 * layers
+    )
+    assert launches_by_scope["attention", "attention"] == layers
+    total_ms = sum(scope_time["ms"] for scope_time in result["traced"]["parts"]) + sum(
         result["traced"]["rest_ms"].values()
     )
-    assert whole >= result["traced"]["step_ms"] * 0.8
+    assert total_ms >= result["traced"]["step_ms"] * 0.8
     assert (
         "mlp: products" in out
         and "between programs" in out
@@ -1272,12 +1298,15 @@ def test_a_step_by_part(run, tmp_path, monkeypatch):
     assert (code, out) == (2, "") and "do not fit into the 128 of --max-model-len" in err
 
 
-def test_drafts_by_hand():
-    """Two loads, of 4 and 1 proposals of 3 drafts each."""
-    one = Drafts(4, 12, (4, 2, 1))
-    two = Drafts(5, 15, (4, 2, 1))
-    assert two.since(one) == Drafts(1, 3, (0, 0, 0)) and one.joined(two.since(one)) == two
-    assert one.result() == {
+def test_draft_acceptance_figures_by_hand():
+    """Two loads with 4 and 1 proposals of 3 draft tokens each."""
+    first_load = Drafts(4, 12, (4, 2, 1))
+    both_loads = Drafts(5, 15, (4, 2, 1))
+    assert (
+        both_loads.since(first_load) == Drafts(1, 3, (0, 0, 0))
+        and first_load.joined(both_loads.since(first_load)) == both_loads
+    )
+    assert first_load.result() == {
         "spec_decode_acceptance_rate": pytest.approx(100 * 7 / 12),
         "spec_decode_acceptance_length": 1 + 7 / 4,
         "spec_decode_num_drafts": 4,
@@ -1285,7 +1314,7 @@ def test_drafts_by_hand():
         "spec_decode_accepted_tokens": 7,
         "spec_decode_per_position_acceptance_rates": [1.0, 0.5, 0.25],
     }
-    head, row, _ = drafts_table("at once", [(1, one), (2, two)]).splitlines()
+    head, row, _ = drafts_table("at once", [(1, first_load), (2, both_loads)]).splitlines()
     assert (
         row.split() == ["1", "12", "58.3%", "2.75", "100%", "50%", "25%"]
         and "tokens a step" in head
@@ -1300,10 +1329,8 @@ DRAFTED = (
 )
 
 
-def test_throughput_with_drafts(run, tmp_path, monkeypatch):
-    """A step that verifies is a decode step, gives more tokens than sequences, and its answers are
-    of full length.
-    """
+def test_throughput_counts_accepted_draft_tokens(run, tmp_path, monkeypatch):
+    """A step that verifies drafts is a decode step with more tokens than sequences."""
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     file = tmp_path / "r.json"
     code, out, err = run(
@@ -1330,24 +1357,24 @@ def test_throughput_with_drafts(run, tmp_path, monkeypatch):
     rates = point["spec_decode_per_position_acceptance_rates"]
     assert len(rates) == 3 and rates == sorted(rates, reverse=True)
     assert point["decode"]["tokens"] > point["decode"]["sequences"]
-    # Each answer's tokens but the first come in decode steps; those of a step with another's prompt
-    # are not among them.
+    # All tokens but the first of each answer come from decode steps; steps that also prefill do not
+    # count.
     assert point["decode"]["steps"] * point["decode"]["tokens"] <= 240 - 4 + 1e-6
-    assert point["mean_tpot_ms"] < point["mean_itl_ms"], "a piece is what a step gave"
+    assert point["mean_tpot_ms"] < point["mean_itl_ms"], "a step sends its tokens in one event"
     assert "accepted by position" in out and "reached" in out
 
 
-def test_throughput_with_adapters(run, tmp_path, monkeypatch):
-    """The requests take them in turn; none of them is read for the roof."""
+def test_throughput_assigns_adapters_in_turn(run, tmp_path, monkeypatch):
+    """Adapter weights are not counted in the roofline."""
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
-    seen = []
+    adapter_names = []
     add = LLM.add
 
-    def watched(self, *given, adapter=None, **named):
-        seen.append(adapter and adapter.lora_name)
-        return add(self, *given, adapter=adapter, **named)
+    def recording_add(self, *args, adapter=None, **kwargs):
+        adapter_names.append(adapter and adapter.lora_name)
+        return add(self, *args, adapter=adapter, **kwargs)
 
-    monkeypatch.setattr(LLM, "add", watched)
+    monkeypatch.setattr(LLM, "add", recording_add)
     file = tmp_path / "r.json"
     code, out, err = run(
         "throughput",
@@ -1373,12 +1400,18 @@ def test_throughput_with_adapters(run, tmp_path, monkeypatch):
     result = json.loads(file.read_text())
     (point,) = result["points"]
     assert (result["options"]["adapters"], point["total_output_tokens"]) == (3, 20)
-    assert seen == [None, "adapter-1", "adapter-2", "adapter-3", "adapter-1"]  # the first warms up
+    assert adapter_names == [
+        None,
+        "adapter-1",
+        "adapter-2",
+        "adapter-3",
+        "adapter-1",
+    ]  # the first is the warm-up
     config = loader.read_config(hub.resolve("quill-draft"), "float32")
     assert point["decode"]["weight_bytes"] == cost.read_weight_bytes(config)
 
 
-def test_latency_with_drafts(run, tmp_path):
+def test_latency_counts_accepted_draft_tokens(run, tmp_path):
     file = tmp_path / "r.json"
     code, out, err = run(
         "latency",
@@ -1409,15 +1442,13 @@ def test_latency_with_drafts(run, tmp_path):
 
 
 def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
-    """Under the names that vLLM has too; of the model that is asked, and of the time of the
-    load.
-    """
+    """vLLM's counters of the benchmarked model, as differences over the load."""
     file = tmp_path / "r.json"
-    asked = []
+    scrapes = []
 
     def metrics() -> str:
-        asked.append(1)
-        k = len(asked)
+        scrapes.append(1)
+        k = len(scrapes)
         lines = []
         for model, times in (("quill", 1), ("other", 50)):
             label = f'{{model_name="{model}"}}'
@@ -1451,21 +1482,21 @@ def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
+def test_startup_measures_cold_and_warm_compile_caches(run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "not-used"))
-    held = []
+    cache_sizes = []
     start = startup.start
 
-    def watched(options, caches):
-        def count():
+    def recording_start(options, caches):
+        def cache_size():
             return sum(path.name.endswith("-cache") for path in caches.rglob("*"))
 
-        before = count()
-        ends = start(options, caches)
-        held.append((before, count()))
-        return ends
+        size_before = cache_size()
+        stage_ends = start(options, caches)
+        cache_sizes.append((size_before, cache_size()))
+        return stage_ends
 
-    monkeypatch.setattr(startup, "start", watched)
+    monkeypatch.setattr(startup, "start", recording_start)
     picture = tmp_path / "p.png"
     code, out, err = run(
         "startup",
@@ -1480,8 +1511,11 @@ def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
         str(picture),
     )
     assert (code, err) == (0, "")
-    (empty, filled), again = held
-    assert empty == 0 < filled and again == (filled, filled)  # the second start compiled nothing
+    (empty, filled), warm_sizes = cache_sizes
+    assert empty == 0 < filled and warm_sizes == (
+        filled,
+        filled,
+    )  # the second start compiled nothing
     result = json.loads(out)
     for state in ("cold", "warm"):
         (stages,) = result["starts_s"][state]
@@ -1493,7 +1527,7 @@ def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (["throughput", "--concurrency", "0"], "--concurrency is 0"),
         (["throughput", "--concurrency", "8", "--max-num-seqs", "4"], "--max-num-seqs"),
@@ -1507,11 +1541,11 @@ def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
         (["thruput"], "throughput"),
     ],
 )
-def test_errors_are_one_line(run, arguments, says, monkeypatch):
+def test_usage_errors_are_one_line(run, arguments, message, monkeypatch):
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     code, out, err = run(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and says in err
+    assert err.startswith("error: ") and message in err
 
 
 @pytest.mark.parametrize("command", ["throughput", "latency", "startup", "serve"])
@@ -1524,7 +1558,7 @@ def test_help_of_every_bench(run, command):
 # ---- plots
 
 
-def test_plots_say_what_they_show():
+def test_plots_mark_percentiles_and_limits():
     from matplotlib.figure import Figure
 
     rng = random.Random(0)
@@ -1537,9 +1571,11 @@ def test_plots_say_what_they_show():
     }
     plot.distributions(figure, values, metrics.METRICS, {"ttft": 5.0}, "a title")
     assert [axes.get_xlabel() for axes in figure.axes] == ["TTFT, ms", "ITL, ms", "E2E, ms"]
-    for axes, own in zip(figure.axes, (values["ttft"], values["itl"], values["e2el"]), strict=True):
+    for axes, sample_values in zip(
+        figure.axes, (values["ttft"], values["itl"], values["e2el"]), strict=True
+    ):
         marks = [float(np.asarray(line.get_xdata())[0]) for line in axes.lines[1:4]]
-        assert marks == pytest.approx(np.percentile(own, (50, 90, 99)))
+        assert marks == pytest.approx(np.percentile(sample_values, (50, 90, 99)))
     assert figure.axes[1].get_xlim()[1] < 10 and "900" in figure.axes[1].texts[0].get_text()
     assert any("limit 5" in text.get_text() for text in figure.axes[0].get_legend().get_texts())
 
@@ -1547,20 +1583,20 @@ def test_plots_say_what_they_show():
         ("sequences", "roof_ms", "roof_share", "mean_ms", "p10_ms", "p90_ms"), 1.0
     )
     points = [
-        {"concurrency": level, "output_throughput": 10.0 * level, "decode": own}
-        for level, own in (
+        {"concurrency": level, "output_throughput": 10.0 * level, "decode": sample_values}
+        for level, sample_values in (
             (1, {**decode, "steps_ms": [1.0, 2.0]}),
             (2, None),
             (4, {**decode, "steps_ms": [1.0]}),
         )
     ]
-    for shown, labels in (
+    for plotted_points, labels in (
         (points, ["requests at once"] * 2),
         (points[:1], ["decode step, ms"]),
         (points[1:2], [""]),
     ):
         figure = Figure()
-        plot.throughput(figure, shown, "quill", 3e10)
+        plot.throughput(figure, plotted_points, "quill", 3e10)
         assert [axes.get_xlabel() for axes in figure.axes] == labels
         figure.canvas.draw()
 
@@ -1571,7 +1607,7 @@ def test_plots_say_what_they_show():
     )
 
 
-def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
+def test_a_result_is_printed_before_its_file_is_written(tmp_path, capsys):
     from quire.scripts.bench.report import ResultFiles
 
     report = ResultFiles("serve", {}, tmp_path / "gone" / "r.json", None)
@@ -1580,10 +1616,8 @@ def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
     assert capsys.readouterr().out == "the table\n"
 
 
-def test_simulate(run, tmp_path):
-    """The same chats on the same device: static batches take longer, a shared beginning is computed
-    once.
-    """
+def test_simulate_compares_batching_policies_and_prefix_caching(run, tmp_path):
+    """Static batching takes longer; with prefix caching a shared prefix is computed once."""
     figures = {}
     for name, options in {
         "plain": [],

@@ -1,6 +1,4 @@
-"""The command line over an engine that only remembers what it was asked: parsing, printing, errors,
-Ctrl-C.
-"""
+"""The command line over a fake engine: parsing, printing, errors, Ctrl-C."""
 
 import io
 import json
@@ -39,9 +37,9 @@ WORDS = ("Once ", "upon ", "a ", "time. ")
 
 
 class FakeLLM:
-    """Streams WORDS whatever is asked; a token a word."""
+    """Streams WORDS for every prompt, one token per word."""
 
-    made: list["FakeLLM"] = []
+    instances: list["FakeLLM"] = []
     defaults: dict[str, Any] = {}
     chat_defaults: dict[str, Any] = {}
 
@@ -56,9 +54,9 @@ class FakeLLM:
         self.prompts: list[str] = []
         self.params: Any = None
         self.closed = 0
-        self.adopted: str | None = None  # a chat template
+        self.adopted: str | None = None  # the chat template that was set
         self.on_word: Callable[[int], Any] = lambda count: None
-        FakeLLM.made.append(self)
+        FakeLLM.instances.append(self)
 
     def __enter__(self):
         return self
@@ -101,9 +99,9 @@ class FakeLLM:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs `quire ARGUMENTS` over the fake engine: (exit code, stdout, stderr)."""
+    """Run `quire ARGUMENTS` over the fake engine; returns (exit code, stdout, stderr)."""
     monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
-    FakeLLM.made.clear()
+    FakeLLM.instances.clear()
 
     def call(*arguments: str, stdin: bytes = b""):
         monkeypatch.setattr(sys, "argv", ["quire", *arguments])
@@ -135,14 +133,14 @@ def run(monkeypatch, capsys):
         ("1g", 10**9),
     ],
 )
-def test_sizes_as_people_write_them(text, value):
+def test_human_readable_sizes_are_parsed(text, value):
     assert sizes.size(text) == value
 
 
 @pytest.mark.parametrize(
     "text", ["", "K", "1.5", "0.3K", "32KB", "1e3", "nan", "32 K", "٣", "--1", "1_000"]
 )
-def test_what_is_no_size(text):
+def test_invalid_sizes_are_rejected(text):
     with pytest.raises(typer.BadParameter, match="32K"):
         sizes.size(text)
 
@@ -154,7 +152,7 @@ def test_generate_streams_then_times(run):
         r"2 prompt tokens, 4 tokens: loaded in [\d.]+ s, first token after [\d.]+ s, then [\d.]+ tokens/s\n",
         err,
     )
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.instances
     assert (llm.model, llm.options, llm.prompts) == (None, {"max_num_seqs": 1}, ["Hi"])
     assert llm.params.max_tokens == 4
 
@@ -166,13 +164,15 @@ def test_echo_prints_the_prompt_first(run):
     assert (code, err.count("\n")) == (2, 1)
 
 
-@pytest.mark.parametrize(("command", "most"), [("generate", 128), ("chat", 512)])
-def test_what_is_not_given_is_the_models_own(run, monkeypatch, command, most):
+@pytest.mark.parametrize(("command", "default_max_tokens"), [("generate", 128), ("chat", 512)])
+def test_missing_sampling_options_come_from_the_model(
+    run, monkeypatch, command, default_max_tokens
+):
     def params(*arguments: str):
         assert run(command, *arguments, stdin=b"Hi\n")[0] == 0
-        return FakeLLM.made[-1].params
+        return FakeLLM.instances[-1].params
 
-    assert params() == SamplingParams(max_tokens=most)
+    assert params() == SamplingParams(max_tokens=default_max_tokens)
     monkeypatch.setattr(FakeLLM, "defaults", {"temperature": 0.5, "top_k": 9, "max_tokens": 2048})
     assert params() == SamplingParams(temperature=0.5, top_k=9, max_tokens=2048)
     assert params("--temperature", "1", "--max-tokens", "4") == SamplingParams(
@@ -180,26 +180,26 @@ def test_what_is_not_given_is_the_models_own(run, monkeypatch, command, most):
     )
 
 
-def test_chat_uses_the_defaults_of_conversations(run, monkeypatch):
+def test_chat_uses_the_models_chat_defaults(run, monkeypatch):
     monkeypatch.setattr(FakeLLM, "chat_defaults", {"temperature": 0.8, "top_k": 40, "top_p": 0.95})
     for command in (("chat",), ("run", "some/model")):
         assert run(*command, "--top-k", "5", stdin=b"Hi\n")[0] == 0
-        assert FakeLLM.made[-1].params == SamplingParams(
+        assert FakeLLM.instances[-1].params == SamplingParams(
             max_tokens=512, temperature=0.8, top_k=5, top_p=0.95
         )
     assert run("generate", "--prompt", "Hi")[0] == 0
-    assert FakeLLM.made[-1].params == SamplingParams(max_tokens=128)
+    assert FakeLLM.instances[-1].params == SamplingParams(max_tokens=128)
 
 
-def test_overrides_are_json(run):
+def test_override_options_take_json_objects(run):
     assert run("generate", "--prompt", "x", "--hf-overrides", '{"a": {"b": null}}')[0] == 0
-    assert FakeLLM.made[-1].options["hf_overrides"] == {"a": {"b": None}}
-    for wrong, why in (("{", "is not JSON"), ("[1]", "must be a JSON object")):
-        code, _, err = run("generate", "--prompt", "x", "--override-generation-config", wrong)
-        assert code == 2 and "--override-generation-config" in err and why in err
+    assert FakeLLM.instances[-1].options["hf_overrides"] == {"a": {"b": None}}
+    for value, message in (("{", "is not JSON"), ("[1]", "must be a JSON object")):
+        code, _, err = run("generate", "--prompt", "x", "--override-generation-config", value)
+        assert code == 2 and "--override-generation-config" in err and message in err
 
 
-def test_generate_passes_every_option_on(run, tmp_path):
+def test_generate_passes_all_options_to_the_engine(run, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Grüße\n")
     code, _, _ = run(
@@ -247,7 +247,7 @@ def test_generate_passes_every_option_on(run, tmp_path):
         "2k",
     )
     assert code == 0
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.instances
     assert (llm.model, llm.prompts) == ("some/model", ["Grüße\n"])
     assert llm.options == {
         "tokenizer": "other", "dtype": "float32", "max_model_len": -1, "block_size": 8,
@@ -272,10 +272,10 @@ def test_generate_passes_every_option_on(run, tmp_path):
 @pytest.mark.parametrize("arguments", [(), ("--prompt-file", "-")])
 def test_generate_reads_a_pipe(run, arguments):
     assert run("generate", *arguments, stdin="größer".encode())[0] == 0
-    assert FakeLLM.made[0].prompts == ["größer"]
+    assert FakeLLM.instances[0].prompts == ["größer"]
 
 
-def test_generate_prints_several_answers_apart(run):
+def test_generate_separates_several_answers(run):
     code, out, err = run("generate", "--prompt", "Hi", "--n", "2")
     assert (code, out) == (0, "Once upon a time. \n\nOnce upon a time. \n")
     assert "8 tokens" in err
@@ -298,7 +298,7 @@ def test_generate_json_is_one_object(run):
 
 
 @pytest.mark.parametrize(
-    "arguments, stdin, says",
+    "arguments, stdin, message",
     [
         (["--prompt", "a", "--prompt-file", "b"], b"", "leave one out"),
         (["--prompt-file", "no/such/file"], b"", "No such file"),
@@ -310,11 +310,11 @@ def test_generate_json_is_one_object(run):
         (["--prompt", "a", "--no-such-option"], b"", "--no-such-option"),
     ],
 )
-def test_generate_refuses_before_it_loads_a_model(run, arguments, stdin, says):
+def test_generate_usage_errors_come_before_loading_a_model(run, arguments, stdin, message):
     code, out, err = run("generate", *arguments, stdin=stdin)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and says in err
-    assert not FakeLLM.made
+    assert err.startswith("error: ") and message in err
+    assert not FakeLLM.instances
 
 
 @pytest.mark.parametrize(
@@ -327,18 +327,18 @@ def test_generate_refuses_before_it_loads_a_model(run, arguments, stdin, says):
         (["--prompt", "too long"], f"error: {TOO_LONG}\n"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(run, arguments, line):
+def test_user_errors_are_one_line(run, arguments, line):
     assert run("generate", *arguments) == (2, "", line)
 
 
-def test_a_bad_sampling_parameter_is_refused_before_the_model_is_loaded(run):
+def test_invalid_sampling_parameters_are_rejected_before_loading_a_model(run):
     code, out, err = run("generate", "--prompt", "a", "--temperature", "-1")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and "temperature" in err
-    assert not FakeLLM.made
+    assert not FakeLLM.instances
 
 
-def test_a_bug_keeps_its_traceback(run, monkeypatch):
+def test_internal_errors_keep_their_traceback(run, monkeypatch):
     def fail(*_):
         raise ValueError("a bug")
 
@@ -356,14 +356,14 @@ def test_ctrl_c_ends_generate_quietly(run, monkeypatch):
     assert run("generate", "--prompt", "a") == (130, "", "")
 
 
-# minutes in C
+# minutes in a call into C
 STUCK = "import hashlib\nprint('in', flush=True)\nhashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)"
-LOADING = f"""
+LOAD_MODEL = f"""
 from quire.scripts.loading import immediate_interrupt
 with immediate_interrupt():
     {STUCK.replace(chr(10), chr(10) + "    ")}
 """
-SERVING = f"""
+SERVE_MODEL = f"""
 from quire.serving.http import server
 from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
@@ -394,28 +394,31 @@ sys.argv = ["quire", COMMAND]
 from quire.__main__ import main
 main()
 """
-GENERATING = IMPORTING.replace("COMMAND", '"generate", "--prompt", "a"')
-CHATTING = IMPORTING.replace("COMMAND", '"chat"')
-SERVES = IMPORTING.replace("COMMAND", '"serve", "--port", "0"')
+GENERATE_COMMAND = IMPORTING.replace("COMMAND", '"generate", "--prompt", "a"')
+CHAT_COMMAND = IMPORTING.replace("COMMAND", '"chat"')
+SERVE_COMMAND = IMPORTING.replace("COMMAND", '"serve", "--port", "0"')
 
 
 @pytest.mark.parametrize(
     ("script", "number"),
     [
-        (LOADING, signal.SIGINT), (SERVING, signal.SIGTERM), (GENERATING, signal.SIGINT), (CHATTING, signal.SIGINT),
-        (SERVES, signal.SIGINT),
+        (LOAD_MODEL, signal.SIGINT),
+        (SERVE_MODEL, signal.SIGTERM),
+        (GENERATE_COMMAND, signal.SIGINT),
+        (CHAT_COMMAND, signal.SIGINT),
+        (SERVE_COMMAND, signal.SIGINT),
     ],
     ids=["loading", "serving", "generate-imports", "chat-imports", "serve-imports"],
 )  # fmt: skip
 @pytest.mark.slow
-def test_a_signal_ends_what_loads_at_once(script, number):
-    """Python hears a signal when a call into C is over; a compilation is a long one."""
+def test_signals_interrupt_loading_at_once(script, number):
+    """Python handles a signal only after a call into C returns; a compilation is a long call."""
     child = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # as a shell's foreground has it
+        # as for a foreground process of a shell
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
@@ -425,11 +428,11 @@ def test_a_signal_ends_what_loads_at_once(script, number):
     finally:
         child.kill()
     assert (child.returncode, out) == (128 + number, ""), err
-    assert "Traceback" not in err and (script is SERVES or not err)
+    assert "Traceback" not in err and (script is SERVE_COMMAND or not err)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_failed_step_is_no_answer(run, monkeypatch, command):
+def test_a_failed_step_is_reported_as_an_error(run, monkeypatch, command):
     def fails(self, prompt, params):
         yield RequestOutput(
             "0", prompt, [7], [CompletionOutput(0, "half", [1], finish_reason="error")]
@@ -447,7 +450,7 @@ def test_timing_without_a_second_token_has_no_rate():
     assert generate.Timing(1.0, 2.0, 4.0, 3, 2, 5).tokens_per_second == 1.5
 
 
-def test_chat_remembers_and_forgets(run):
+def test_chat_keeps_the_conversation_until_reset(run):
     code, out, err = run(
         "chat",
         "--system",
@@ -458,7 +461,7 @@ def test_chat_remembers_and_forgets(run):
     )
     assert (code, err) == (0, "")
     assert out == "Once upon a time. \n" * 3
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.instances
     assert llm.prompts == [
         "<system>Be kind.<user>Hé",
         "<system>Be kind.<user>again",
@@ -467,49 +470,49 @@ def test_chat_remembers_and_forgets(run):
     assert (llm.params.seed, llm.closed) == (3, 3)
 
 
-def test_chat_goes_on_after_a_refused_turn(run):
+def test_chat_continues_after_a_rejected_message(run):
     code, out, err = run("chat", stdin=b"too long\n/nonsense\nshort")
     assert (code, out) == (0, "Once upon a time. \n")
     assert "at most 8 fit" in err and "/nonsense" in err
-    assert FakeLLM.made[0].prompts[-1] == "<user>short"
+    assert FakeLLM.instances[0].prompts[-1] == "<user>short"
 
 
-def test_chat_says_at_once_that_a_model_has_no_chat_template(run):
+def test_chat_rejects_a_model_without_a_chat_template(run):
     code, out, err = run("chat", "base", stdin=b"Hi")
-    assert (code, out) == (2, "") and FakeLLM.made[0].prompts == []
+    assert (code, out) == (2, "") and FakeLLM.instances[0].prompts == []
     assert err.startswith("error: base has no chat template") and "`quire generate`" in err
     assert "--chat-template FILE" in err
 
 
-def test_a_model_without_a_chat_template_can_be_given_one(run, tmp_path):
+def test_chat_template_option_replaces_a_missing_template(run, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     for command in ("chat", "run"):
         assert (
             run(command, "base", "--chat-template", str(tmp_path / "t.jinja"), stdin=b"Hi\n")[0]
             == 0
         )
-        assert FakeLLM.made[-1].adopted == "{{ messages }}"
+        assert FakeLLM.instances[-1].adopted == "{{ messages }}"
 
 
-def test_answers_without_a_seed_vary_from_call_to_call(run):
+def test_each_run_without_a_seed_has_another_seed(run):
     for command in (("chat",), ("run", "some/model")):
         seeds = set()
         for _ in range(3):
             assert run(*command, stdin=b"Hi\n")[0] == 0
-            seeds.add(FakeLLM.made[-1].options["seed"])
-            assert FakeLLM.made[-1].params.seed is None
+            seeds.add(FakeLLM.instances[-1].options["seed"])
+            assert FakeLLM.instances[-1].params.seed is None
         assert len(seeds) == 3
     assert run("run", "some/model", "--seed", "7", stdin=b"Hi\n")[0] == 0
-    assert FakeLLM.made[-1].params.seed == 7
+    assert FakeLLM.instances[-1].params.seed == 7
 
 
-def test_a_message_of_several_lines_stands_between_fences(run):
-    said = (
+def test_chat_reads_multi_line_messages_between_triple_quotes(run):
+    stdin = (
         b'one\n"""two\nlines\n"""\n/reset\n  """three"""\n/reset\n'
         b'"""\n  indented\n\n/exit\n""" \n/reset\n"""no end\n'
     )
-    assert run("chat", stdin=said)[0] == 0
-    assert [prompt.rsplit("<user>")[-1] for prompt in FakeLLM.made[0].prompts] == [
+    assert run("chat", stdin=stdin)[0] == 0
+    assert [prompt.rsplit("<user>")[-1] for prompt in FakeLLM.instances[0].prompts] == [
         "one",
         "two\nlines",
         "three",
@@ -518,10 +521,9 @@ def test_a_message_of_several_lines_stands_between_fences(run):
     ]
 
 
-def test_a_terminal_sees_the_model_the_speed_and_colour(tmp_path):
-    """As a user: in a pseudo-terminal, with a real model.
-
-    Ctrl-C at an idle prompt keeps the conversation, and lines that are pasted are one message.
+def test_chat_in_a_pseudo_terminal(tmp_path):
+    """With a real model: speed and colours are shown; Ctrl-C at an idle prompt keeps the
+    conversation; pasted lines are one message.
     """
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 80))
@@ -533,50 +535,50 @@ def test_a_terminal_sees_the_model_the_speed_and_colour(tmp_path):
     os.close(follower)
     heard = b""
 
-    def until(words: bytes) -> None:
+    def read_until(words: bytes) -> None:
         nonlocal heard
         while words not in heard:
             heard += os.read(leader, 4096)
 
     try:
-        until(b"> ")
+        read_until(b"> ")
         os.write(leader, b"Sort: 52 31 90\r")
-        until(b"prompt tokens")
+        read_until(b"prompt tokens")
         while b"\x1b[?2004h" not in heard.partition(b"prompt tokens")[2]:  # the next prompt
             heard += os.read(leader, 4096)
         os.write(leader, b"\x03")
-        until(b"(Ctrl-D or /exit leaves)")
+        read_until(b"(Ctrl-D or /exit leaves)")
         os.write(leader, b"\x1b[200~Sort:\nthese\nlines\x1b[201~")
-        until(b"lines")
-        answered = heard.count(b"prompt tokens")
+        read_until(b"lines")
+        num_answers = heard.count(b"prompt tokens")
         os.write(leader, b"\r")
-        while heard.count(b"prompt tokens") == answered:
+        while heard.count(b"prompt tokens") == num_answers:
             heard += os.read(leader, 4096)
         os.write(leader, f"/save {tmp_path / 'talk.json'}\r".encode())
-        until(b"messages are in")
+        read_until(b"messages are in")
         os.write(leader, b"/exit\r")
         with suppress(OSError):  # the end, on Linux
-            while more := os.read(leader, 4096):
-                heard += more
+            while chunk := os.read(leader, 4096):
+                heard += chunk
         assert child.wait(300) == 0
     finally:
         child.kill()
         os.close(leader)
-    seen = heard.decode()
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "")
-    assert "\nquill\nIt is a very small model" in plain and "\n/reset forgets" in plain
-    assert "It cannot hold a conversation: /reset" in plain
+    output = heard.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).replace("\r", "")
+    assert "\nquill\nIt is a very small model" in text and "\n/reset forgets" in text
+    assert "It cannot hold a conversation: /reset" in text
     assert re.search(
-        r"31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", plain
+        r"31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", text
     )
-    assert "\x1b[1mquill" in seen and "\x1b[2m[" in seen
+    assert "\x1b[1mquill" in output and "\x1b[2m[" in output
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert [messages[0]["content"], messages[1]["content"]] == ["Sort: 52 31 90", "31 52 90"]
     assert messages[2]["content"] == "Sort:\nthese\nlines"
 
 
-def test_a_conversation_is_saved_and_resumed(run, tmp_path):
+def test_chat_saves_and_resumes_conversations(run, tmp_path):
     file = tmp_path / "talk.json"
     code, out, err = run(
         "chat", "--system", "Be kind.", stdin=f"Hi\n/save {file}\n/save {file}\n/save\n".encode()
@@ -584,7 +586,7 @@ def test_a_conversation_is_saved_and_resumed(run, tmp_path):
     assert (code, err) == (0, "") and out.count(f"3 messages are in {file}") == 3
     code, _, err = run("chat", "--resume", str(file), stdin=b"more\n/save\n")
     assert (code, err) == (0, "")
-    assert FakeLLM.made[-1].prompts == [
+    assert FakeLLM.instances[-1].prompts == [
         "<system>Be kind.<user>Hi<assistant>Once upon a time. <user>more"
     ]
     assert len(json.loads(file.read_text())["messages"]) == 5
@@ -598,18 +600,18 @@ def test_a_conversation_is_saved_and_resumed(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "message"),
     [
         ("{", "is not JSON"), ("[]", "has no conversation"),
         ('{"messages": [{"role": "user"}]}', "has no conversation"),
         ('{"messages": [{"role": "user", "content": 3}]}', "has no conversation"), (None, "talk.json"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_resumed_is_named(run, tmp_path, content, why):
+def test_unusable_conversation_files_are_rejected(run, tmp_path, content, message):
     if content is not None:
         (tmp_path / "talk.json").write_text(content)
     code, _, err = run("chat", "--resume", str(tmp_path / "talk.json"), stdin=b"Hi\n")
-    assert code == 2 and why in err and "talk.json" in err
+    assert code == 2 and message in err and "talk.json" in err
 
 
 MARKDOWN = (
@@ -620,8 +622,8 @@ MARKDOWN = (
 
 
 @pytest.mark.parametrize("step", [1, 7, 10_000])
-def test_answers_are_rendered_the_same_however_they_grow(monkeypatch, step):
-    """What stays on the screen, by the last drawing of each line; no word is cut."""
+def test_incremental_markdown_rendering_equals_rendering_at_once(monkeypatch, step):
+    """Compares the final screens; no word is cut at the end of a line."""
     screens = []
     for size in (step, 10_000):
         out = io.StringIO()
@@ -634,7 +636,7 @@ def test_answers_are_rendered_the_same_however_they_grow(monkeypatch, step):
             view.update(MARKDOWN[:end])
         view.stop()
         view.finish()
-        screens.append(screen_of(out.getvalue()))
+        screens.append(rendered_lines(out.getvalue()))
     assert screens[0] == screens[1]
     text = "\n".join(screens[0])
     assert (
@@ -648,34 +650,34 @@ def test_answers_are_rendered_the_same_however_they_grow(monkeypatch, step):
     assert max(map(len, screens[0])) <= 40
 
 
-def screen_of(output: str) -> list[str]:
-    """The lines that a terminal shows in the end, by the few movements that rich uses."""
+def rendered_lines(output: str) -> list[str]:
+    """The final lines of a terminal, by the few escape sequences that rich uses."""
     lines = [""]
     row = 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
-        if part == "\n":
+    for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
+        if piece == "\n":
             row += 1
             lines += [""] * (row == len(lines))
-        elif part == "\x1b[1A":
+        elif piece == "\x1b[1A":
             row -= 1
-        elif part == "\x1b[2K":
+        elif piece == "\x1b[2K":
             lines[row] = ""
-        elif not part.startswith(("\x1b", "\r")):
-            lines[row] += part
+        elif not piece.startswith(("\x1b", "\r")):
+            lines[row] += piece
     return "\n".join(lines).rstrip("\n").split("\n")
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
+def test_ctrl_c_keeps_the_partial_answer_in_the_chat():
     llm = FakeLLM()
     llm.on_word = lambda count: count == 2 and os.kill(os.getpid(), signal.SIGINT)
-    before = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     messages = chat.answer_message(llm, SamplingParams(), (), "Hi")
     assert messages[-1] == {"role": "assistant", "content": "Once upon "}
     assert llm.closed == 1
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_second_ctrl_c_leaves():
+def test_a_second_ctrl_c_leaves_the_chat():
     llm = FakeLLM()
 
     def twice(count):
@@ -688,7 +690,7 @@ def test_a_second_ctrl_c_leaves():
     assert llm.closed == 1
 
 
-NOT_FLAGS = {  # fields of EngineOptions, and why no flag is made of them
+OPTIONS_WITHOUT_FLAGS = {  # fields of EngineOptions, and why they have no flag
     "model": "it is the command's argument",
     "skip_tokenizer_init": "the commands take and write text",
     "max_queued_requests": (
@@ -700,27 +702,29 @@ NOT_FLAGS = {  # fields of EngineOptions, and why no flag is made of them
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_engine_option_is_a_flag(command):
-    """Flags default to None, so that the engine decides; what `--help` says must be what it
-    decides.
-    """
+    """Flags default to None, so that the engine decides; `--help` shows the engine's default."""
     flags = {
         flag.name: flag for flag in typer.main.get_command(app).get_command(None, command).params
     }
     for option in fields(EngineOptions):
-        if option.name in NOT_FLAGS or (command == "generate" and option.name in ADAPTER_FLAGS):
+        if option.name in OPTIONS_WITHOUT_FLAGS or (
+            command == "generate" and option.name in ADAPTER_FLAGS
+        ):
             continue
         flag = flags[option.name]
-        short = option.metadata["short"]
+        short_name = option.metadata["short"]
         assert flag.opts == [
             f"--{option.name.replace('_', '-')}",
-            *([f"-{short}"] if short else ()),
+            *([f"-{short_name}"] if short_name else ()),
         ]
         assert flag.default is None
-        said = {"on": "True", "off": "False", "none": "None"}.get(
+        shown_default = {"on": "True", "off": "False", "none": "None"}.get(
             flag.show_default, flag.show_default
         )
         if option.default is not None:
-            assert said.split(": ")[0] == str(None if option.default == () else option.default)
+            assert shown_default.split(": ")[0] == str(
+                None if option.default == () else option.default
+            )
         assert flag.help
     if command == "serve":
         assert flags["seed"].default == EngineOptions.seed
@@ -740,29 +744,29 @@ def test_help_of_every_command(run, command):
     "command", [*COMMANDS, *(f"bench {name}" for name in ("serve", "throughput", "latency"))]
 )
 @pytest.mark.parametrize("columns", ["80", "60"])
-def test_help_has_every_name_whole(run, monkeypatch, command, columns):
+def test_help_never_truncates_option_names(run, monkeypatch, command, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    found = typer.main.get_command(app)
+    command_object = typer.main.get_command(app)
     for name in command.split():
-        found = found.get_command(None, name)
+        command_object = command_object.get_command(None, name)
     code, out, _ = run(*command.split(), "-h")
     assert code == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
-    for param in found.params:
+    for param in command_object.params:
         for name in (
             (*param.opts, *param.secondary_opts) if param.param_type_name == "option" else ()
         ):
             assert re.search(rf"^  (\S+( /)? )*{name}[, ]?", out, re.M), name
-    assert not re.search(r"--[a-z-]+-$", out, re.M)  # nor is one broken where others are explained
+    assert not re.search(r"--[a-z-]+-$", out, re.M)  # nor are names broken in descriptions
 
 
-def test_flags_of_other_engines_that_change_nothing_are_one_warning(run):
+def test_ignored_flags_of_other_engines_give_one_note(run):
     line = (
         "-tp 2 --trust-remote-code --swap-space 4 --enable_chunked_prefill "
         "--no-async-scheduling -O3 --task=embed"
     )
     code, out, err = run("generate", *line.split(), "--prompt", "--enforce-eager", "a/model")
     assert (code, out) == (0, "Once upon a time. \n")
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.instances
     assert llm.model == "a/model" and llm.prompts == ["--enforce-eager"]
     assert llm.options == {"tensor_parallel_size": 2, "max_num_seqs": 1}
     note, _ = err.splitlines()
@@ -780,13 +784,13 @@ def test_flags_of_other_engines_that_change_nothing_are_one_warning(run):
     ]
 
 
-def test_no_flag_is_both_an_option_and_without_effect():
-    own = {
+def test_ignored_flags_are_disjoint_from_options():
+    option_names = {
         param.name
         for command in COMMANDS
         for param in typer.main.get_command(app).get_command(None, command).params
     }
-    assert not own & set(other_engines.FLAGS)
+    assert not option_names & set(other_engines.FLAGS)
     assert (
         set(other_engines.VALUES)
         <= set(other_engines.NO_EFFECT)
@@ -794,14 +798,16 @@ def test_no_flag_is_both_an_option_and_without_effect():
     )
     assert set(other_engines.SWITCHES) <= set(other_engines.NO_EFFECT) - set(other_engines.VALUES)
     assert not set(other_engines.FLAGS) & set(ENGINE)  # one place for each name
-    meant = {meaning for meaning in other_engines.MEANING.values() if meaning.startswith("--")}
+    replacements = {
+        meaning for meaning in other_engines.MEANING.values() if meaning.startswith("--")
+    }
     benches = typer.main.get_command(app).get_command(None, "bench").commands
-    own |= {param.name for bench in benches.values() for param in bench.params}
-    assert {meaning[2:].replace("-", "_") for meaning in meant} <= own
+    option_names |= {param.name for bench in benches.values() for param in bench.params}
+    assert {meaning[2:].replace("-", "_") for meaning in replacements} <= option_names
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("serve --ctx-size 4096", "No such option: --ctx-size. Here it is --max-model-len."),
         ("serve -c 4096", "No such option: -c. Here it is --max-model-len."),
@@ -841,46 +847,48 @@ def test_no_flag_is_both_an_option_and_without_effect():
         ),
     ],
 )
-def test_what_is_unknown_is_met_with_what_means_the_same_or_nothing(run, line, says):
+def test_unknown_options_suggest_their_equivalents(run, line, message):
     code, out, err = run(*line.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"error: {says}") if says.endswith(" ") else err == f"error: {says}\n"
+    assert (
+        err.startswith(f"error: {message}")
+        if message.endswith(" ")
+        else err == f"error: {message}\n"
+    )
 
 
-def test_run_answers_a_prompt_and_what_is_piped_in(run):
-    """What stdin has comes before the prompt; nothing of both is refused before a model is
-    loaded.
-    """
+def test_run_combines_its_prompt_with_stdin(run):
+    """Stdin comes before the prompt; without both the command fails before it loads a model."""
     code, out, _ = run(
         "run", "some/model", "Why", "so?", "--system", "Be kind.", stdin=b"It is late.\n"
     )
     assert (code, out) == (0, "".join(WORDS) + "\n")
-    assert FakeLLM.made[-1].model == "some/model"
-    assert FakeLLM.made[-1].prompts == ["<system>Be kind.<user>It is late.\n\nWhy so?"]
+    assert FakeLLM.instances[-1].model == "some/model"
+    assert FakeLLM.instances[-1].prompts == ["<system>Be kind.<user>It is late.\n\nWhy so?"]
     assert run("run", "some/model", stdin=b"a\nb\n")[0] == 0
-    assert FakeLLM.made[-1].prompts == ["<user>a\nb"]
-    FakeLLM.made.clear()
+    assert FakeLLM.instances[-1].prompts == ["<user>a\nb"]
+    FakeLLM.instances.clear()
     code, _, err = run("run", "some/model")
-    assert code == 2 and err.startswith("error: no prompt: ") and not FakeLLM.made
+    assert code == 2 and err.startswith("error: no prompt: ") and not FakeLLM.instances
     code, _, err = run("run", "some/model", "too long")
     assert code == 1 and str(TOO_LONG) in err
 
 
 @pytest.mark.parametrize("line", ["--model {}", "--model={}", "-m {}", "{}"])
-def test_the_model_may_be_an_option_as_with_other_engines(run, line):
+def test_the_model_may_be_given_as_an_option(run, line):
     code, out, _ = run("generate", "--prompt", "a", *line.format("some/model").split())
-    assert (code, FakeLLM.made[-1].model) == (0, "some/model")
+    assert (code, FakeLLM.instances[-1].model) == (0, "some/model")
     assert run("generate", "one", "-m", "two", "--prompt", "a")[0] == 2
     assert "No such option: -m" in run("collect-env", "-m", "a")[2]
 
 
-def test_a_mistyped_command_is_met_with_the_right_one(run):
+def test_mistyped_commands_get_a_suggestion(run):
     code, _, err = run("genrate")
     assert (code, err) == (2, "error: No such command 'genrate'. Did you mean 'generate'?\n")
 
 
 @pytest.mark.parametrize(
-    ("kernels", "serves"),
+    ("kernels", "attention_line"),
     [
         ("", "native|xla; native declines: .*"),
         (
@@ -892,7 +900,7 @@ def test_a_mistyped_command_is_met_with_the_right_one(run):
         ),
     ],
 )
-def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
+def test_collect_env_lists_attention_backends(capsys, monkeypatch, kernels, attention_line):
     monkeypatch.setenv("QUIRE_NATIVE", kernels)
     collect_env.main()
     out = capsys.readouterr().out
@@ -907,23 +915,22 @@ def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
     ):
         assert f"\n{section}:\n" in "\n" + out
     assert f"  quire: {quire.__version__}\n" in out
-    assert re.search(f"^  full: ({serves})$", out, re.M)
+    assert re.search(f"^  full: ({attention_line})$", out, re.M)
 
 
 @pytest.mark.slow
-def test_collect_env_tells_whether_a_batch_changes_bits(monkeypatch):
-    """By what the engine's own steps are made of, each implementation by its own word."""
+def test_collect_env_reports_batch_invariance(monkeypatch):
     from quire.ops.linear import xla
 
     monkeypatch.setenv("QUIRE_NATIVE", "off")
-    jax.clear_caches()  # what was traced with kernels
+    jax.clear_caches()  # forget steps that were traced with native kernels
     assert [*collect_env.invariance()] == [("the bundled model", "no"), ("because", xla.varies())]
     monkeypatch.setattr(xla, "varies", lambda: None)
     assert [*collect_env.invariance()] == [("the bundled model", "yes")]
     jax.clear_caches()
 
 
-def test_collect_env_says_why_one_does_not(monkeypatch):
+def test_collect_env_reports_why_a_backend_is_unsupported(monkeypatch):
     from quire.ops import attention, rope
     from quire.ops.attention.backend import AttentionBackend
 
@@ -935,8 +942,8 @@ def test_collect_env_says_why_one_does_not(monkeypatch):
     assert dict(collect_env.attention())["full"] == "none; fast declines: needs a newer card"
 
 
-def test_collect_env_says_which_library_is_missing(monkeypatch, capsys):
-    """With all that follows: a server would end with this error."""
+def test_collect_env_reports_a_missing_library(monkeypatch, capsys):
+    """A server would end with this error."""
     from quire.ops.errors import MissingLibrary
 
     def sections():
@@ -958,7 +965,7 @@ def test_module_runs_as_the_command():
     assert (run.returncode, run.stdout, run.stderr) == (0, f"quire {quire.__version__}\n", "")
 
 
-def test_public_names():
+def test_exports_are_the_public_names():
     assert set(quire.EXPORTS) <= set(dir(quire))
     with pytest.raises(AttributeError, match="no attribute 'llm'"):
         quire.llm  # noqa: B018

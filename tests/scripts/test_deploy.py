@@ -1,6 +1,4 @@
-"""What the deployment files promise: confined, with probes that exist, grace that suffices and
-flags that are there.
-"""
+"""Deployment files (Docker, Kubernetes, systemd): sandboxing, probes, shutdown grace and flags."""
 
 import fnmatch
 import importlib
@@ -32,31 +30,38 @@ DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 DOCS = ROOT / "docs" / "deploy.md"
 SCALE_OUT = ROOT / "docs" / "scale-out.md"
-OPEN = {"/health", "/ping"}  # paths that are answered without a key
-PATHS = OPEN | {"/metrics"}
+UNAUTHENTICATED_PATHS = {"/health", "/ping"}
+KNOWN_PATHS = UNAUTHENTICATED_PATHS | {"/metrics"}
 USER = 10001
 WRITABLE = {"/cache", "/tmp"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MANIFESTS = {
-    path: found
+    path: content
     for path in sorted(KUBERNETES.rglob("*.yaml"))
-    for found in [yaml.safe_load(path.read_text())]
-    if found["kind"] not in ("Kustomization", "Component")
+    for content in [yaml.safe_load(path.read_text())]
+    if content["kind"] not in ("Kustomization", "Component")
 }
 
 
-OTHERS = {"ray", "hosts"}  # folders for more than one process a model, which stand for themselves
+MULTI_PROCESS_FOLDERS = {
+    "ray",
+    "hosts",
+}  # several processes serve a model; each is deployed by itself
 
 
 def manifest(kind: str, folder: str | None = None) -> dict[str, Any]:
-    chosen = {path: path.parent.name for path in MANIFESTS}
-    [found] = [
-        found
-        for path, found in MANIFESTS.items()
-        if found["kind"] == kind
-        and (chosen[path] == folder if folder else chosen[path] not in OTHERS)
+    folder_by_path = {path: path.parent.name for path in MANIFESTS}
+    [content] = [
+        content
+        for path, content in MANIFESTS.items()
+        if content["kind"] == kind
+        and (
+            folder_by_path[path] == folder
+            if folder
+            else folder_by_path[path] not in MULTI_PROCESS_FOLDERS
+        )
     ]
-    return found
+    return content
 
 
 POD = manifest("Deployment")["spec"]["template"]
@@ -76,29 +81,35 @@ HOSTS = manifest("LeaderWorkerSet", "hosts")["spec"]["leaderWorkerTemplate"]
 LEADER = HOSTS["leaderTemplate"]["spec"]
 WORKER = HOSTS["workerTemplate"]["spec"]
 RAY_PODS = [
-    own["template"]["spec"] for own in (CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"])
+    group["template"]["spec"] for group in (CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"])
 ]
 
 
-def instructions(text: str) -> list[tuple[str, str]]:
-    """(INSTRUCTION, rest) of a Dockerfile, lines that go on joined."""
+def parse_dockerfile(text: str) -> list[tuple[str, str]]:
+    """(INSTRUCTION, arguments) of a Dockerfile; continued lines are joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [
-        (word, rest)
-        for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip())
+        (instruction, arguments)
+        for instruction, _, arguments in (
+            line.partition(" ") for line in joined.splitlines() if line.strip()
+        )
     ]
 
 
-DOCKERFILE = instructions((DEPLOY / "Dockerfile").read_text())
-FINAL = DOCKERFILE[max(index for index, (word, _) in enumerate(DOCKERFILE) if word == "FROM") :]
+DOCKERFILE = parse_dockerfile((DEPLOY / "Dockerfile").read_text())
+FINAL_STAGE = DOCKERFILE[
+    max(index for index, (word, _) in enumerate(DOCKERFILE) if word == "FROM") :
+]
 
 
-def said(word: str, among: list[tuple[str, str]] = FINAL) -> list[str]:
-    return [rest for name, rest in among if name == word]
+def instruction_arguments(
+    instruction: str, dockerfile: list[tuple[str, str]] = FINAL_STAGE
+) -> list[str]:
+    return [arguments for name, arguments in dockerfile if name == instruction]
 
 
-def unit(text: str) -> dict[str, list[tuple[str, str]]]:
+def parse_unit(text: str) -> dict[str, list[tuple[str, str]]]:
     """The settings of each section of a unit file; anything that systemd would skip is an error."""
     sections: dict[str, list[tuple[str, str]]] = {}
     section: list[tuple[str, str]] | None = None
@@ -117,18 +128,18 @@ def unit(text: str) -> dict[str, list[tuple[str, str]]]:
 
 
 UNIT_TEXT = (DEPLOY / "quire.service").read_text()
-UNIT = unit(UNIT_TEXT)
+UNIT = parse_unit(UNIT_TEXT)
 SERVICE = dict(UNIT["Service"])
 
 
-def blocks(text: str) -> Iterator[str]:
-    """The fenced blocks of a page, lines that go on joined."""
-    for found in re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S):
-        yield re.sub(r"\\\n\s*", "", found)
+def fenced_blocks(text: str) -> Iterator[str]:
+    """Fenced code blocks of a page; continued lines are joined."""
+    for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S):
+        yield re.sub(r"\\\n\s*", "", block)
 
 
-def arguments_of(command: str) -> list[str]:
-    """What stands after `quire serve`, or after the image's name in `docker run`."""
+def serve_arguments(command: str) -> list[str]:
+    """Arguments after `quire serve`, or after the image's name in `docker run`."""
     words = shlex.split(command, comments=True)
     start = (
         words.index("serve")
@@ -141,36 +152,41 @@ def arguments_of(command: str) -> list[str]:
 def used_flags() -> dict[str, set[str]]:
     """The flags of `quire serve` that each file uses or names."""
     page = DOCS.read_text()
-    runs = [
+    command_lines = [
         line
-        for block in blocks(page)
+        for block in fenced_blocks(page)
         for line in block.splitlines()
         if re.search(r"docker run|quire serve", line)
     ]
-    own = [
+    serve_args = [
         line.partition("=")[2]
-        for block in blocks(page)
+        for block in fenced_blocks(page)
         for line in block.splitlines()
         if "SERVE_ARGS=" in line
     ]
-    found = {
-        "Dockerfile": json.loads(said("ENTRYPOINT")[0]),
-        "quire.service": arguments_of(SERVICE["ExecStart"]),
+    words_by_source = {
+        "Dockerfile": json.loads(instruction_arguments("ENTRYPOINT")[0]),
+        "quire.service": serve_arguments(SERVICE["ExecStart"]),
         "base": SERVER["args"],
         "gpu": GPU_SERVER["args"],
         "ray": RAY_ARGS,
         "docs": [
-            *(word for run in runs for word in arguments_of(run)),
-            *shlex.split(" ".join(own)),
+            *(word for run in command_lines for word in serve_arguments(run)),
+            *shlex.split(" ".join(serve_args)),
         ],
-        "docs, the words": re.findall(r"`(--[^`]+)`", page),
+        "docs, prose": re.findall(r"`(--[^`]+)`", page),
         "scale-out": re.findall(r"--[a-z][a-z-]+", SCALE_OUT.read_text()),
         "comments": re.findall(r"--[a-z][a-z-]+", "".join(re.findall(r"# .*", all_text()))),
     }
-    others = {"--now", "--build-arg", "--gpus", "--stop-timeout"}  # systemctl's and docker's
+    foreign_flags = {
+        "--now",
+        "--build-arg",
+        "--gpus",
+        "--stop-timeout",
+    }  # options of systemctl and docker
     return {
-        name: {re.split("[ =]", word)[0] for word in words if word.startswith("--")} - others
-        for name, words in found.items()
+        name: {re.split("[ =]", word)[0] for word in words if word.startswith("--")} - foreign_flags
+        for name, words in words_by_source.items()
     }
 
 
@@ -183,11 +199,11 @@ def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
 
-def grace(arguments: list[str]) -> float:
-    """What --shutdown-grace says."""
+def shutdown_grace(arguments: list[str]) -> float:
+    """Seconds of --shutdown-grace."""
     text = " ".join(arguments)
     match = re.search(r"--shutdown-grace[ =](\d+)", text)
-    assert match, "the grace must be said where something else depends on it"
+    assert match, "another timeout depends on the grace, so that it must be given"
     return float(match[1])
 
 
@@ -215,7 +231,7 @@ def test_every_flag_is_an_option_of_serve():
 
 
 @pytest.mark.skipif("serve" not in COMMANDS, reason="there is no server yet")
-def test_what_the_files_and_the_page_say_of_defaults():
+def test_documented_defaults_are_those_of_serve():
     options = serve_options()
     assert options["--shutdown-grace"].default == 30 and options["--port"].default == 8000
     for flag, value in re.findall(r"^\| `(--[a-z-]+)` \| (\d+)", DOCS.read_text(), re.M):
@@ -229,20 +245,22 @@ def test_what_the_files_and_the_page_say_of_defaults():
 def test_every_manifest_is_listed():
     for path in MANIFESTS:
         assert path.name in KUSTOMIZATIONS[path.parent.name]["resources"], path
-    for folder, found in KUSTOMIZATIONS.items():
-        for resource in found["resources"]:
+    for folder, content in KUSTOMIZATIONS.items():
+        for resource in content["resources"]:
             assert (KUBERNETES / folder / resource).exists()
-    assert all("namespace" not in found["metadata"] for found in MANIFESTS.values())
+    assert all("namespace" not in content["metadata"] for content in MANIFESTS.values())
 
 
-def test_the_pod_is_confined():
+def test_pod_security_context_is_restricted():
     spec = POD["spec"]
-    every = spec["securityContext"]
-    assert every["runAsNonRoot"] is True and every["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert every["runAsUser"] == every["runAsGroup"] == every["fsGroup"] == USER
-    assert every["fsGroupChangePolicy"] == "OnRootMismatch"
-    own = SERVER["securityContext"]
-    assert own == {
+    pod_context = spec["securityContext"]
+    assert pod_context["runAsNonRoot"] is True and pod_context["seccompProfile"] == {
+        "type": "RuntimeDefault"
+    }
+    assert pod_context["runAsUser"] == pod_context["runAsGroup"] == pod_context["fsGroup"] == USER
+    assert pod_context["fsGroupChangePolicy"] == "OnRootMismatch"
+    container_context = SERVER["securityContext"]
+    assert container_context == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
@@ -255,7 +273,7 @@ def test_the_pod_is_confined():
     } & set(GPU_SERVER)
 
 
-def test_volumes_are_mounted_where_something_is_written():
+def test_every_volume_is_mounted_and_writable_paths_have_one():
     volumes = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
     mounts = {mount["name"]: mount for mount in SERVER["volumeMounts"]}
     assert set(volumes) == set(mounts)
@@ -267,7 +285,7 @@ def test_volumes_are_mounted_where_something_is_written():
     assert volumes["tmp"]["emptyDir"]["sizeLimit"]
 
 
-def test_keys_come_from_a_secret_as_a_file():
+def test_api_keys_are_mounted_from_a_secret():
     [volume] = [volume["secret"] for volume in POD["spec"]["volumes"] if "secret" in volume]
     [mount] = [mount for mount in SERVER["volumeMounts"] if mount["name"] == "keys"]
     [item] = volume["items"]
@@ -276,20 +294,23 @@ def test_keys_come_from_a_secret_as_a_file():
         assert f"--api-key-file={mount['mountPath']}/{item['path']}" in server["args"]
         assert not any(word.startswith("--api-key=") for word in server["args"])
     [endpoint] = manifest("PodMonitor")["spec"]["podMetricsEndpoints"]
-    sent = endpoint["authorization"]["credentials"]
-    assert sent["name"] == volume["secretName"] and sent["key"] != item["key"]
-    [created] = re.findall(
+    metrics_key = endpoint["authorization"]["credentials"]
+    assert metrics_key["name"] == volume["secretName"] and metrics_key["key"] != item["key"]
+    [create_command] = re.findall(
         r"kubectl create secret generic (\S+) (.*?)\nkubectl", DOCS.read_text(), re.S
     )
-    assert created[0] == volume["secretName"]
-    assert set(re.findall(r"--from-literal=(\w+)=", created[1])) == {item["key"], sent["key"]}
-    assert "Secret" not in {found["kind"] for found in MANIFESTS.values()}, (
+    assert create_command[0] == volume["secretName"]
+    assert set(re.findall(r"--from-literal=(\w+)=", create_command[1])) == {
+        item["key"],
+        metrics_key["key"],
+    }
+    assert "Secret" not in {content["kind"] for content in MANIFESTS.values()}, (
         "a key does not belong into a repository"
     )
 
 
 @pytest.mark.parametrize("server", [SERVER, GPU_SERVER], ids=["cpu", "gpu"])
-def test_requests_are_limits_and_whole_cores(server):
+def test_resource_requests_equal_limits_in_whole_cores(server):
     resources = server["resources"]
     assert resources["requests"] == resources["limits"] and {"cpu", "memory"} <= set(
         resources["limits"]
@@ -299,43 +320,49 @@ def test_requests_are_limits_and_whole_cores(server):
     assert threads["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
 
 
-def test_a_container_is_told_how_large_its_cache_is():
+def test_containers_set_their_kv_cache_size():
     assert any(word.startswith("--kv-cache-memory-bytes=") for word in SERVER["args"])
     name, share = next(word.split("=") for word in GPU_SERVER["args"] if "memory" in word)
     assert name == "--gpu-memory-utilization" and 0.75 < float(share) < 1
     assert "nvidia.com/gpu" in GPU_SERVER["resources"]["limits"]
 
 
-def test_probes_ask_what_is_open():
+def test_probes_use_unauthenticated_paths():
     ports = {port["name"] for port in SERVER["ports"]}
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        asked = SERVER[kind]["httpGet"]
-        assert asked["path"] in OPEN and asked["port"] in ports
-    for path, found in MANIFESTS.items():
-        for said_path in re.findall(r"path: (/\S+)", path.read_text()):
-            # Ray's own
-            known = said_path in PATHS or (found["kind"], said_path) == ("RayService", "/-/healthz")
-            assert known or found["kind"] == "Deployment", f"{path}: {said_path}"
+        request = SERVER[kind]["httpGet"]
+        assert request["path"] in UNAUTHENTICATED_PATHS and request["port"] in ports
+    for path, content in MANIFESTS.items():
+        for probe_path in re.findall(r"path: (/\S+)", path.read_text()):
+            # the path of Ray itself
+            is_known = probe_path in KNOWN_PATHS or (content["kind"], probe_path) == (
+                "RayService",
+                "/-/healthz",
+            )
+            assert is_known or content["kind"] == "Deployment", f"{path}: {probe_path}"
 
 
-def test_probes_wait_in_the_right_order():
-    def patience(kind: str) -> float:
+def test_liveness_probe_is_more_patient_than_readiness_probe():
+    def probe_seconds(kind: str) -> float:
         return SERVER[kind]["periodSeconds"] * SERVER[kind]["failureThreshold"]
 
-    assert patience("startupProbe") == 1800
-    assert manifest("Deployment")["spec"]["progressDeadlineSeconds"] > patience("startupProbe")
-    stall = 30
-    assert patience("readinessProbe") < stall < patience("livenessProbe")
-    assert patience("livenessProbe") > 4 * patience("readinessProbe"), (
+    assert probe_seconds("startupProbe") == 1800
+    assert manifest("Deployment")["spec"]["progressDeadlineSeconds"] > probe_seconds("startupProbe")
+    stall_seconds = 30
+    assert probe_seconds("readinessProbe") < stall_seconds < probe_seconds("livenessProbe")
+    assert probe_seconds("livenessProbe") > 4 * probe_seconds("readinessProbe"), (
         "a restart is the last resort"
     )
 
 
 @pytest.mark.parametrize("server", [SERVER, GPU_SERVER], ids=["cpu", "gpu"])
-def test_grace_of_a_pod(server):
+def test_termination_grace_covers_the_shutdown_grace(server):
     [word, pause] = SERVER["lifecycle"]["preStop"]["exec"]["command"]
     assert word == "sleep"
-    assert POD["spec"]["terminationGracePeriodSeconds"] >= int(pause) + grace(server["args"]) + 10
+    assert (
+        POD["spec"]["terminationGracePeriodSeconds"]
+        >= int(pause) + shutdown_grace(server["args"]) + 10
+    )
     readiness = SERVER["readinessProbe"]
     assert int(pause) >= readiness["periodSeconds"] * readiness["failureThreshold"]
 
@@ -353,7 +380,7 @@ def test_labels_select_the_pod():
             for spread in POD["spec"]["topologySpreadConstraints"]
         ),
     ]
-    assert all(own and own.items() <= labels.items() for own in selected)
+    assert all(label and label.items() <= labels.items() for label in selected)
     name = manifest("Deployment")["metadata"]["name"]
     assert (
         manifest("ScaledObject")["spec"]["scaleTargetRef"]["name"]
@@ -362,44 +389,46 @@ def test_labels_select_the_pod():
     )
 
 
-def test_ports_are_those_of_the_server():
+def test_service_and_monitor_ports_name_the_container_port():
     [port] = SERVER["ports"]
-    assert port["containerPort"] == int(said("EXPOSE")[0]) == 8000
-    names = [own["targetPort"] for own in manifest("Service")["spec"]["ports"]]
-    names += [own["port"] for own in manifest("PodMonitor")["spec"]["podMetricsEndpoints"]]
+    assert port["containerPort"] == int(instruction_arguments("EXPOSE")[0]) == 8000
+    names = [port_entry["targetPort"] for port_entry in manifest("Service")["spec"]["ports"]]
     names += [
-        own["port"]
+        port_entry["port"] for port_entry in manifest("PodMonitor")["spec"]["podMetricsEndpoints"]
+    ]
+    names += [
+        port_entry["port"]
         for rule in manifest("NetworkPolicy")["spec"]["ingress"]
-        for own in rule["ports"]
+        for port_entry in rule["ports"]
     ]
     assert set(names) == {port["name"]}
 
 
-def test_the_network_is_closed_to_the_inside():
+def test_network_policy_denies_egress_to_private_networks():
     spec = manifest("NetworkPolicy")["spec"]
     assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
     assert all(rule["from"] and rule["ports"] for rule in spec["ingress"])
     for rule in spec["egress"]:
-        assert rule["to"] and {own["port"] for own in rule["ports"]} in ({53}, {443})
+        assert rule["to"] and {port["port"] for port in rule["ports"]} in ({53}, {443})
     blocks = [to["ipBlock"] for rule in spec["egress"] for to in rule["to"] if "ipBlock" in to]
     assert {"169.254.0.0/16", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"} <= set(
         blocks[0]["except"]
     )
 
 
-def test_a_node_can_be_emptied():
+def test_disruption_budget_allows_node_drains():
     budget = manifest("PodDisruptionBudget")["spec"]
     assert budget["maxUnavailable"] == 1 and "minAvailable" not in budget
 
 
-def test_scaling_asks_for_metrics_that_exist():
+def test_autoscaling_queries_metrics_that_exist():
     spec = manifest("ScaledObject")["spec"]
     [trigger] = spec["triggers"]
-    asked = re.findall(r"vllm:(\w+)", trigger["metadata"]["query"])
-    assert "num_requests_waiting" in asked
+    queried_metrics = re.findall(r"vllm:(\w+)", trigger["metadata"]["query"])
+    assert "num_requests_waiting" in queried_metrics
     source = "".join(path.read_text() for path in (ROOT / "serving").rglob("*.py"))
-    named = asked + re.findall(r"`(?:vllm|quire):(\w+)`", DOCS.read_text())
-    assert [name for name in named if not re.search(rf"\b{name}\b", source)] == []
+    metrics = queried_metrics + re.findall(r"`(?:vllm|quire):(\w+)`", DOCS.read_text())
+    assert [name for name in metrics if not re.search(rf"\b{name}\b", source)] == []
     assert (
         int(trigger["metadata"]["threshold"]) < 32
         and 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
@@ -412,7 +441,7 @@ def test_scaling_asks_for_metrics_that_exist():
 @pytest.mark.parametrize(
     "pod", [*RAY_PODS, LEADER, WORKER], ids=["head", "ray", "leader", "worker"]
 )
-def test_pods_of_several_are_confined_alike(pod):
+def test_ray_and_multi_host_pods_share_the_security_context(pod):
     assert (
         pod["securityContext"] == POD["spec"]["securityContext"]
         and pod["enableServiceLinks"] is False
@@ -425,15 +454,17 @@ def test_pods_of_several_are_confined_alike(pod):
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert set(mounts) == set(volumes)
-    assert {own["mountPath"] for own in mounts.values() if not own.get("readOnly")} == WRITABLE | {
-        "/dev/shm"
-    }
-    assert volumes["keys"] == next(own for own in POD["spec"]["volumes"] if own["name"] == "keys")
+    assert {
+        entry["mountPath"] for entry in mounts.values() if not entry.get("readOnly")
+    } == WRITABLE | {"/dev/shm"}
+    assert volumes["keys"] == next(
+        entry for entry in POD["spec"]["volumes"] if entry["name"] == "keys"
+    )
 
 
-def test_replicas_fit_into_their_pods():
-    """What a replica takes is what a pod has, and there are pods for as many as there may be."""
-    options = parsed(RAY_ARGS)
+def test_ray_replica_resources_match_their_pods():
+    """A replica takes all CPUs of its pod, and pods scale as far as replicas."""
+    options = parse_serve_options(RAY_ARGS)
     [group] = CLUSTER["workerGroupSpecs"]
     [worker] = group["template"]["spec"]["containers"]
     assert options["replica_resources"] == {"CPU": float(worker["resources"]["limits"]["cpu"])}
@@ -458,23 +489,23 @@ def test_replicas_fit_into_their_pods():
     assert CLUSTER["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
-def parsed(arguments: list[str]) -> dict[str, Any]:
-    """What `quire serve` makes of these; a flag that is none is an error."""
+def parse_serve_options(arguments: list[str]) -> dict[str, Any]:
+    """Parse as `quire serve` does; an unknown flag is an error."""
     group: Any = typer.main.get_command(app)
     return group.get_command(None, "serve").make_context("serve", list(arguments)).params
 
 
-def test_ray_knows_the_fields_and_the_application():
+def test_ray_serve_config_is_valid():
     schema = pytest.importorskip("ray.serve.schema")
     schema.ServeDeploySchema.model_validate(SERVED)
     ray_version = importlib.metadata.version("ray")
-    [wanted] = PROJECT["project"]["optional-dependencies"]["ray"]
-    assert f">={CLUSTER['rayVersion'].rpartition('.')[0]}" in wanted and ray_version
+    [requirement] = PROJECT["project"]["optional-dependencies"]["ray"]
+    assert f">={CLUSTER['rayVersion'].rpartition('.')[0]}" in requirement and ray_version
     module, _, name = RAY_APP["import_path"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_one_service_for_the_leaders():
+def test_multi_host_service_selects_the_leaders():
     [port] = manifest("Service", "hosts")["spec"]["ports"]
     [leader], [worker] = LEADER["containers"], WORKER["containers"]
     assert leader["ports"] == [{"name": port["targetPort"], "containerPort": 8000}]
@@ -497,21 +528,24 @@ def test_one_service_for_the_leaders():
 @pytest.mark.skipif(
     "--coordinator-address" not in serve_options(), reason="one process serves a model here"
 )
-def test_hosts_find_each_other():
+def test_multi_host_arguments_use_the_leader_address():
     [container] = LEADER["containers"]
-    given = {
+    environment = {
         "LWS_LEADER_ADDRESS": "quire-hosts-0.quire-hosts.default",
         "LWS_GROUP_SIZE": "2",
         "LWS_WORKER_INDEX": "1",
     }
-    options = parsed(
-        [re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], word) for word in container["args"]]
+    options = parse_serve_options(
+        [
+            re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], word)
+            for word in container["args"]
+        ]
     )
     assert (options["num_processes"], options["process_id"]) == (HOSTS["size"], 1)
-    assert options["coordinator_address"] == f"{given['LWS_LEADER_ADDRESS']}:1234"
+    assert options["coordinator_address"] == f"{environment['LWS_LEADER_ADDRESS']}:1234"
 
 
-def test_images_are_pinned():
+def test_image_tags_are_pinned_to_the_version():
     for folder in ("base", "gpu", "ray", "hosts"):
         [image] = KUSTOMIZATIONS[folder]["images"]
         assert image["name"] == SERVER["image"]
@@ -519,31 +553,40 @@ def test_images_are_pinned():
     text = all_text() + DOCS.read_text()
     assert not re.search(r":latest\b", text)
     assert set(re.findall(r"quire:(\d[\w.]*)", text)) == {quire.__version__}
-    [base] = [rest for rest in said("ARG", DOCKERFILE) if rest.startswith("PYTHON=")]
+    [base] = [
+        arguments
+        for arguments in instruction_arguments("ARG", DOCKERFILE)
+        if arguments.startswith("PYTHON=")
+    ]
     assert re.fullmatch(r"PYTHON=python:3\.1[2-9]-slim-\w+", base)
-    assert all(rest.split()[0] == "${PYTHON}" for rest in said("FROM", DOCKERFILE))
+    assert all(
+        arguments.split()[0] == "${PYTHON}"
+        for arguments in instruction_arguments("FROM", DOCKERFILE)
+    )
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_builds(tmp_path):
-    def built(folder: Path) -> list[dict[str, Any]]:
+def test_kustomize_builds_all_overlays(tmp_path):
+    def build_manifests(folder: Path) -> list[dict[str, Any]]:
         run = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         return list(yaml.safe_load_all(run.stdout))
 
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
-    every = {
+    kustomization = {
         "resources": ["kubernetes/gpu"],
         "components": ["kubernetes/monitoring", "kubernetes/autoscaling"],
     }
-    (tmp_path / "kustomization.yaml").write_text(json.dumps(every))
-    found = {own["kind"]: own for own in built(tmp_path)}
-    assert set(found) == {
-        own["kind"] for path, own in MANIFESTS.items() if path.parent.name not in OTHERS
+    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+    manifests = {content["kind"]: content for content in build_manifests(tmp_path)}
+    assert set(manifests) == {
+        content["kind"]
+        for path, content in MANIFESTS.items()
+        if path.parent.name not in MULTI_PROCESS_FOLDERS
     }
-    for folder in OTHERS:
-        assert built(KUBERNETES / folder)
-    spec = found["Deployment"]["spec"]
+    for folder in MULTI_PROCESS_FOLDERS:
+        assert build_manifests(KUBERNETES / folder)
+    spec = manifests["Deployment"]["spec"]
     assert "replicas" not in spec
     [server] = spec["template"]["spec"]["containers"]
     assert (
@@ -562,44 +605,49 @@ def test_kustomize_builds(tmp_path):
 
 
 def test_the_image_runs_as_a_user_and_starts_the_server():
-    [user], [stop], [entry] = said("USER"), said("STOPSIGNAL"), said("ENTRYPOINT")
+    [user], [stop], [entry] = (
+        instruction_arguments("USER"),
+        instruction_arguments("STOPSIGNAL"),
+        instruction_arguments("ENTRYPOINT"),
+    )
     assert user == f"{USER}:{USER}" and stop == "SIGTERM"
     assert json.loads(entry) == ["quire", "serve", "--host", "0.0.0.0"]
-    assert any(f"--uid {USER}" in run for run in said("RUN"))
-    assert said("VOLUME") == ["/cache"]
-    words = [word for word, _ in FINAL]
+    assert any(f"--uid {USER}" in run for run in instruction_arguments("RUN"))
+    assert instruction_arguments("VOLUME") == ["/cache"]
+    words = [word for word, _ in FINAL_STAGE]
     assert words.index("USER") > max(
         index for index, word in enumerate(words) if word in ("RUN", "COPY")
     )
 
 
 def test_the_image_has_no_compiler_and_no_index():
-    assert not any(re.search(r"apt|g\+\+|pip|curl", run) for run in said("RUN"))
-    assert said("COPY") == ["--from=build /opt/quire /opt/quire"]
+    assert not any(re.search(r"apt|g\+\+|pip|curl", run) for run in instruction_arguments("RUN"))
+    assert instruction_arguments("COPY") == ["--from=build /opt/quire /opt/quire"]
     assert "ADD" not in {word for word, _ in DOCKERFILE}
 
 
-def test_what_is_written_goes_where_it_may():
-    [settings] = said("ENV")
-    found = dict(part.split("=", 1) for part in settings.split())
+def test_image_caches_lie_in_writable_folders():
+    [settings] = instruction_arguments("ENV")
+    environment = dict(setting.split("=", 1) for setting in settings.split())
     for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME"):
         assert any(
-            found[name] == place or found[name].startswith(f"{place}/") for place in WRITABLE
+            environment[name] == place or environment[name].startswith(f"{place}/")
+            for place in WRITABLE
         )
-    assert found["QUIRE_KERNELS"] in " ".join(said("RUN", DOCKERFILE))
+    assert environment["QUIRE_KERNELS"] in " ".join(instruction_arguments("RUN", DOCKERFILE))
 
 
-def test_kernels_are_built_for_every_processor():
-    [run] = [run for run in said("RUN", DOCKERFILE) if "build-kernels" in run]
+def test_image_builds_kernels_for_every_isa():
+    [run] = [run for run in instruction_arguments("RUN", DOCKERFILE) if "build-kernels" in run]
     assert re.findall(r"--isa (\S+?)[\s;]", run) == [
         isa for isa in build.ISAS["x86_64"] if "emulated" not in isa
     ]
     assert "chmod -R go+rX" in run, "build-kernels makes folders for their owner alone"
 
 
-def test_libraries_are_those_of_the_project(tmp_path):
-    """The line that the image installs from, run."""
-    [run] = [run for run in said("RUN", DOCKERFILE) if "tomllib" in run]
+def test_image_installs_the_projects_dependencies(tmp_path):
+    """Runs the Dockerfile's line that lists the requirements to install."""
+    [run] = [run for run in instruction_arguments("RUN", DOCKERFILE) if "tomllib" in run]
     [code] = re.findall(r'python -c "(.*?)" >', run)
     extras = PROJECT["project"]["optional-dependencies"]
     for ray, cuda, names in (
@@ -608,38 +656,42 @@ def test_libraries_are_those_of_the_project(tmp_path):
         ("", "13", ["otel", "cuda"]),
         ("ray", "12", ["otel", "ray", "cuda12"]),
     ):
-        # as the shell puts them in
+        # as the shell expands them
         command = [sys.executable, "-c", code.replace("$RAY", ray).replace("$CUDA", cuda)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        own = [requirement for name in names for requirement in extras[name]]
-        assert done.stdout.splitlines() == [*PROJECT["project"]["dependencies"], *own]
+        completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        extra_requirements = [requirement for name in names for requirement in extras[name]]
+        assert completed.stdout.splitlines() == [
+            *PROJECT["project"]["dependencies"],
+            *extra_requirements,
+        ]
     command[-1] = code.replace("$RAY", "").replace("$CUDA", "11")
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode, (
         "no extra is for CUDA 11"
     )
 
 
-def ignored(path: str) -> bool:
-    """Whether .dockerignore keeps a path out: the last line that matches it or a folder above it
-    decides.
+def is_docker_ignored(path: str) -> bool:
+    """Whether .dockerignore excludes a path.
+
+    The last pattern that matches the path or a folder above it decides.
     """
-    parts = Path(path).parts
-    above = ["/".join(parts[: count + 1]) for count in range(len(parts))]
-    out = False
+    components = Path(path).parts
+    prefixes = ["/".join(components[: count + 1]) for count in range(len(components))]
+    is_out = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if line and not line.startswith("#"):
             pattern = line.removeprefix("!")
             names = [pattern, pattern.removeprefix("**/")]
             if any(
-                fnmatch.fnmatchcase(own, name) and own.count("/") >= name.count("/")
-                for own in above
+                fnmatch.fnmatchcase(prefix, name) and prefix.count("/") >= name.count("/")
+                for prefix in prefixes
                 for name in names
             ):
-                out = not line.startswith("!")
-    return out
+                is_out = not line.startswith("!")
+    return is_out
 
 
-def test_the_context_is_what_the_wheel_is_made_of():
+def test_docker_context_holds_what_the_wheel_needs():
     packages = {
         name.replace("quire", ".", 1).replace("..", "./")
         for name in PROJECT["tool"]["setuptools"]["packages"]
@@ -661,7 +713,7 @@ def test_the_context_is_what_the_wheel_is_made_of():
         if path.is_file() and path.suffix != ".pyc"
     }
     assert len(needed) > 100
-    assert [path for path in sorted(needed) if ignored(path)] == []
+    assert [path for path in sorted(needed) if is_docker_ignored(path)] == []
     for path in (
         ".git/config",
         "tests/scripts/test_deploy.py",
@@ -670,28 +722,29 @@ def test_the_context_is_what_the_wheel_is_made_of():
         ".venv/bin/python",
         ".env",
     ):
-        assert ignored(path), path
-    assert ignored("ops/__pycache__/norm.cpython-312.pyc")
-    for sources in said("COPY", DOCKERFILE):
+        assert is_docker_ignored(path), path
+    assert is_docker_ignored("ops/__pycache__/norm.cpython-312.pyc")
+    for sources in instruction_arguments("COPY", DOCKERFILE):
         if not sources.startswith("--from"):
             *names, _ = sources.split()
             assert all(
-                (ROOT / name).exists() and (name == "." or not ignored(name)) for name in names
+                (ROOT / name).exists() and (name == "." or not is_docker_ignored(name))
+                for name in names
             )
 
 
 @pytest.mark.parametrize(
     "status, healthy", [(200, True), (503, False), (401, False), (None, False)]
 )
-def test_the_health_check_itself(status, healthy):
-    """The code of the image's health check against a server that answers so, or against none."""
-    [check] = said("HEALTHCHECK")
+def test_image_health_check_against_a_server(status, healthy):
+    """Status None: there is no server."""
+    [check] = instruction_arguments("HEALTHCHECK")
     command = json.loads(check.partition(" CMD ")[2])
-    asked = []
+    paths = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
+            paths.append(self.path)
             self.send_response(status)
             self.end_headers()
 
@@ -706,17 +759,17 @@ def test_the_health_check_itself(status, healthy):
             threading.Thread(target=server.handle_request, daemon=True).start()
         code = command[-1].replace("8000", str(port))
         assert str(port) in code
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, *command[1:-1], code], capture_output=True, timeout=120
         )
-    assert (done.returncode == 0) is healthy
-    assert asked == ([] if status is None else ["/health"])
+    assert (completed.returncode == 0) is healthy
+    assert paths == ([] if status is None else ["/health"])
 
 
-def test_docker_waits_longer_than_the_server():
+def test_documented_docker_run_outlasts_the_shutdown_grace():
     [run] = [
         line
-        for block in blocks(DOCS.read_text())
+        for block in fenced_blocks(DOCS.read_text())
         for line in block.splitlines()
         if "docker run" in line
     ]
@@ -725,7 +778,7 @@ def test_docker_waits_longer_than_the_server():
     assert {"--read-only", "--cap-drop", "no-new-privileges", "127.0.0.1:8000:8000"} <= set(words)
     assert words[words.index("--tmpfs") + 1] in WRITABLE
     [mount] = [word for word in words if word.startswith("/etc/quire")]
-    assert arguments_of(run)[-1] == mount.split(":")[1], (
+    assert serve_arguments(run)[-1] == mount.split(":")[1], (
         "the keys are read from where they are mounted"
     )
 
@@ -733,14 +786,17 @@ def test_docker_waits_longer_than_the_server():
 # systemd
 
 
-def test_the_unit_is_confined():
+def test_systemd_unit_is_sandboxed():
     assert set(UNIT) == {"Unit", "Service", "Install"}
     keys = [key for key, _ in UNIT["Service"] if key not in ("Environment", "SystemCallFilter")]
-    assert len(keys) == len(set(keys)), "said twice"
-    on = """DynamicUser NoNewPrivileges ProtectHome PrivateTmp PrivateDevices PrivateUsers ProtectKernelTunables
-        ProtectKernelModules ProtectKernelLogs ProtectControlGroups ProtectClock ProtectHostname RestrictNamespaces
-        RestrictRealtime RestrictSUIDSGID LockPersonality RemoveIPC""".split()
-    assert [key for key in on if SERVICE.get(key) != "yes"] == []
+    assert len(keys) == len(set(keys)), "a key is given twice"
+    enabled_settings = """
+        DynamicUser NoNewPrivileges ProtectHome PrivateTmp PrivateDevices PrivateUsers
+        ProtectKernelTunables ProtectKernelModules ProtectKernelLogs ProtectControlGroups
+        ProtectClock ProtectHostname RestrictNamespaces RestrictRealtime RestrictSUIDSGID
+        LockPersonality RemoveIPC
+    """.split()
+    assert [key for key in enabled_settings if SERVICE.get(key) != "yes"] == []
     assert SERVICE["ProtectSystem"] == "strict" and SERVICE["CapabilityBoundingSet"] == ""
     assert (
         SERVICE["UMask"] == "0077"
@@ -758,27 +814,30 @@ def test_the_unit_is_confined():
     )
 
 
-def test_the_unit_keeps_its_caches_and_its_keys():
+def test_systemd_unit_sets_cache_folders_and_credentials():
     assert SERVICE["CacheDirectory"] == SERVICE["StateDirectory"] == "quire"
-    places = dict(
-        part.split("=", 1)
+    environment = dict(
+        setting.split("=", 1)
         for _, value in UNIT["Service"]
         if _ == "Environment"
-        for part in value.split()
+        for setting in value.split()
     )
-    assert places["XDG_CACHE_HOME"] == "%C", "quire adds its own name"
-    assert places["HF_HOME"].startswith("%C/quire/") and places["HOME"] == "%S/quire"
+    assert environment["XDG_CACHE_HOME"] == "%C", "quire adds its own name"
+    assert environment["HF_HOME"].startswith("%C/quire/") and environment["HOME"] == "%S/quire"
     name, _, source = SERVICE["LoadCredential"].partition(":")
     assert source.startswith("/etc/quire/")
-    words = arguments_of(SERVICE["ExecStart"])
+    words = serve_arguments(SERVICE["ExecStart"])
     assert words[words.index("--api-key-file") + 1] == f"%d/{name}"
-    assert words[-1] == "$SERVE_ARGS" and "SERVE_ARGS" in places
+    assert words[-1] == "$SERVE_ARGS" and "SERVE_ARGS" in environment
     assert words[words.index("--host") + 1] == "127.0.0.1"
 
 
-def test_grace_of_the_unit():
+def test_systemd_stop_timeout_covers_the_shutdown_grace():
     assert SERVICE["KillSignal"] == "SIGTERM" and SERVICE["KillMode"] == "mixed"
-    assert seconds(SERVICE["TimeoutStopSec"]) >= grace(arguments_of(SERVICE["ExecStart"])) + 10
+    assert (
+        seconds(SERVICE["TimeoutStopSec"])
+        >= shutdown_grace(serve_arguments(SERVICE["ExecStart"])) + 10
+    )
     assert SERVICE["Restart"] == "on-failure" and dict(UNIT["Unit"])["StartLimitBurst"]
     for wait in (
         SERVICE["TimeoutStopSec"],
@@ -788,7 +847,7 @@ def test_grace_of_the_unit():
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_takes_the_unit(tmp_path):
+def test_systemd_analyze_accepts_the_unit(tmp_path):
     text = UNIT_TEXT.replace("/opt/quire/bin/quire", sys.executable)
     (tmp_path / "quire.service").write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "quire.service")]
@@ -799,7 +858,7 @@ def test_systemd_takes_the_unit(tmp_path):
 # The page
 
 
-def test_the_page_names_files_that_exist():
+def test_deploy_page_names_existing_files():
     page = DOCS.read_text()
     names = re.findall(r"`((?:deploy/|kubernetes/)[\w./]+)`", page) + re.findall(
         r"-[kf] (deploy/\S+)", page
@@ -816,9 +875,13 @@ def test_the_page_names_files_that_exist():
     ("nginx", ["proxy_buffering off;", "proxy_set_header Host localhost;", "proxy_http_version 1.1;"]),
     ("caddy", ["header_up Host localhost"]),
 ])  # fmt: skip
-def test_proxies_pass_streams_and_a_name_that_is_accepted(language, needed):
+def test_documented_proxies_stream_and_set_an_accepted_host(language, needed):
     [block] = re.findall(rf"^```{language}\n(.*?)^```$", DOCS.read_text(), re.M | re.S)
     assert all(line in block for line in needed)
-    idle = 60  # --idle-seconds
-    waits = [int(own) for own in re.findall(r"keepalive(?:_timeout)? (\d+)s", block)]
-    assert waits and max(waits) < idle, "the server must not close what the proxy is about to use"
+    server_idle_seconds = 60  # --idle-seconds
+    keepalive_seconds = [
+        int(seconds_text) for seconds_text in re.findall(r"keepalive(?:_timeout)? (\d+)s", block)
+    ]
+    assert keepalive_seconds and max(keepalive_seconds) < server_idle_seconds, (
+        "the server must not close what the proxy is about to use"
+    )

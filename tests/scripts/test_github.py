@@ -1,4 +1,4 @@
-"""What `.github/` asks for exists: targets of the Makefile, files, and commands."""
+"""Makefile targets, files and commands that `.github/` names exist."""
 
 import re
 from pathlib import Path
@@ -19,15 +19,17 @@ FORMS = [
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def name(path: Path) -> str:
+def path_stem(path: Path) -> str:
     return path.stem
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=name)
-def test_a_workflow_calls_what_there_is(path):
-    told = yaml.safe_load(path.read_text())
-    assert told["permissions"] == {"contents": "read"}, "a change of a stranger gets no more"
-    lines = [step["run"] for job in told["jobs"].values() for step in job["steps"] if "run" in step]
+@pytest.mark.parametrize("path", WORKFLOWS, ids=path_stem)
+def test_workflows_call_existing_targets_and_commands(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}, "pull requests get no more permissions"
+    lines = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
     assert lines
     for line in lines:
         first, *words = line.split()
@@ -40,19 +42,19 @@ def test_a_workflow_calls_what_there_is(path):
             assert words[0] in COMMANDS, line
 
 
-def test_each_change_is_tested_on_the_oldest_python_that_is_promised():
-    told = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
-    versions = told["jobs"]["linux"]["strategy"]["matrix"]["python"]
+def test_ci_tests_the_oldest_supported_python():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    versions = workflow["jobs"]["linux"]["strategy"]["matrix"]["python"]
     (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert versions[0] == oldest
-    assert {True, "on"} & set(told), "`on` is a truth value to YAML 1.1"
+    assert {True, "on"} & set(workflow), "YAML 1.1 reads `on` as a boolean"
 
 
-@pytest.mark.parametrize("path", FORMS, ids=name)
-def test_a_form_asks_for_commands_that_there_are(path):
-    told = yaml.safe_load(path.read_text())
-    assert told["name"] and told["description"]
-    ids = [field["id"] for field in told["body"]]
+@pytest.mark.parametrize("path", FORMS, ids=path_stem)
+def test_issue_forms_name_existing_commands(path):
+    form = yaml.safe_load(path.read_text())
+    assert form["name"] and form["description"]
+    ids = [field["id"] for field in form["body"]]
     assert len(ids) == len(set(ids))
-    found = re.findall(r"`quire ([\w-]+)", path.read_text())
-    assert found and set(found) <= set(COMMANDS)
+    commands = re.findall(r"`quire ([\w-]+)", path.read_text())
+    assert commands and set(commands) <= set(COMMANDS)

@@ -1,6 +1,4 @@
-"""`quire plan`: its arithmetic against published figures, counting one by one, and the engine's
-cache.
-"""
+"""`quire plan` against published figures, brute-force counts and the engine's cache."""
 
 import json
 import math
@@ -28,25 +26,25 @@ def published(name: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_figures(name):
+def test_parameter_and_kv_bytes_match_published_figures(name):
     config = published(name)
     parameters, token, at_4k = PUBLISHED[name][1]
-    # norms are kept in float32
+    # norms are stored in float32
     assert cost.weight_bytes(config) == pytest.approx(2 * parameters, rel=1e-4)
     assert cost.kv_bytes(config, 1) == pytest.approx(token, rel=0.01)
     assert cost.kv_bytes(config, 4096) == pytest.approx(at_4k, rel=0.02)
     assert cost.kv_bytes(config, 4096) == cost.kv_read_bytes(config, 4096)
 
 
-def test_operations_of_a_dense_model_are_two_a_weight():
+def test_dense_model_needs_two_operations_per_weight():
     config = published("7B")
     norms = 4096 * (2 * 32 + 1)
-    multiplied = 6_738_415_616 - 32000 * 4096 - norms  # all but the embedding's look-up
+    multiplied = 6_738_415_616 - 32000 * 4096 - norms  # all weights but the embedding table
     assert cost.operations(config, 0) == 2 * multiplied
-    assert cost.operations(config, 100) == 2 * multiplied + 32 * 32 * 4 * 128 * 100  # QK and AV
+    assert cost.operations(config, 100) == 2 * multiplied + 32 * 32 * 4 * 128 * 100  # Q·K and P·V
 
 
-def test_balance_on_h100_is_the_known_ridge():
+def test_balance_batch_on_h100_is_the_roofline_ridge():
     """Without a cache, two operations for each two-byte weight: FLOP/s over bytes/s."""
     h100 = cost.DEVICES["h100"]
     assert cost.balance_batch(published("7B"), 0, h100) == pytest.approx(
@@ -55,73 +53,79 @@ def test_balance_on_h100_is_the_known_ridge():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_against_counting_one_by_one(seed):
+def test_kv_bytes_equal_counting_each_position(seed):
     rng = random.Random(seed)
     config = random_config(rng)
     length = rng.randint(1, 100)
     width = {"bfloat16": 2, "float32": 4}[config.dtype]
-    held = read = 0
+    cache_bytes = read_bytes = 0
     for layer in config.layers:
-        a = layer.attention
+        attention = layer.attention
         for position in range(length):
-            if a.window is not None and position < length - a.window:
+            if attention.window is not None and position < length - attention.window:
                 continue
-            latent = isinstance(a, LatentAttention)
-            size = (a.kv_rank + a.rope_dim if latent else 2 * a.kv_heads * a.head_dim) * width
-            read += size
-            held += 0 if a.kv_source is not None else size
-    assert cost.kv_bytes(config, length) == held
-    assert cost.kv_read_bytes(config, length) == read
+            latent = isinstance(attention, LatentAttention)
+            size = (
+                attention.kv_rank + attention.rope_dim
+                if latent
+                else 2 * attention.kv_heads * attention.head_dim
+            ) * width
+            read_bytes += size
+            cache_bytes += 0 if attention.kv_source is not None else size
+    assert cost.kv_bytes(config, length) == cache_bytes
+    assert cost.kv_read_bytes(config, length) == read_bytes
     assert sum(kind.layers for kind in cost.cache_kinds(config)) == len(config.layers)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_engine_allocates_what_was_planned(seed):
+def test_engine_page_bytes_equal_the_plan(seed):
     config = random_config(random.Random(seed))
     pages = [page_bytes(config, group, 16) for group in range(len(config.windows))]
     assert sum(pages) == 16 * cost.kv_bytes(config, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_balance_is_where_the_two_times_meet(seed):
+def test_balance_batch_separates_memory_and_compute_bound(seed):
     rng = random.Random(seed)
     config = random_config(rng)
     length = rng.randint(0, 100)
     device = cost.Device(1e9, rng.uniform(1e8, 1e10), rng.uniform(1e8, 1e12), 1e9, 1e8)
 
-    def waits_for_memory(batch: float) -> bool:
+    def is_memory_bound(batch: float) -> bool:
         reading = cost.read_weight_bytes(config) + batch * cost.kv_read_bytes(config, length)
         return reading / device.bandwidth > batch * cost.operations(config, length) / device.flops
 
     batch = cost.balance_batch(config, length, device)
     if math.isinf(batch):
-        assert all(waits_for_memory(10.0**power) for power in range(9))
+        assert all(is_memory_bound(10.0**power) for power in range(9))
     else:
-        assert waits_for_memory(batch * 0.999)
-        assert not waits_for_memory(batch * 1.001)
+        assert is_memory_bound(batch * 0.999)
+        assert not is_memory_bound(batch * 1.001)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_one_more_sequence_would_not_fit(seed):
+def test_sequences_that_fit_is_the_largest_number(seed):
     rng = random.Random(seed)
     config = random_config(rng)
     length = rng.randint(1, 100)
     memory = rng.uniform(0, 1e6)
     count = cost.sequences_that_fit(config, length, memory)
-    taken = cost.weight_bytes(config) + count * cost.kv_bytes(config, length)
-    assert taken <= memory or count == 0
-    assert taken + cost.kv_bytes(config, length) > memory
+    used_bytes = cost.weight_bytes(config) + count * cost.kv_bytes(config, length)
+    assert used_bytes <= memory or count == 0
+    assert used_bytes + cost.kv_bytes(config, length) > memory
 
 
-def test_experts_are_held_but_only_the_chosen_count():
+def test_all_experts_take_memory_but_only_chosen_ones_compute():
     base = ModelConfig("llama", 50, 16, (Layer(Attention(2, 1, 8, 1.0), None, Moe(8, 2, 6)),), 128)
-    more = replace(base, layers=(replace(base.layers[0], moe=Moe(16, 2, 6)),))
-    router = 2 * 16 * 8
-    assert cost.weight_bytes(more) - cost.weight_bytes(base) == 8 * 3 * 16 * 6 * 2 + 16 * 8 * 2
-    assert cost.operations(more, 0) - cost.operations(base, 0) == router
+    more_experts = replace(base, layers=(replace(base.layers[0], moe=Moe(16, 2, 6)),))
+    router_operations = 2 * 16 * 8
+    assert (
+        cost.weight_bytes(more_experts) - cost.weight_bytes(base) == 8 * 3 * 16 * 6 * 2 + 16 * 8 * 2
+    )
+    assert cost.operations(more_experts, 0) - cost.operations(base, 0) == router_operations
 
 
-def test_reading_leaves_out_only_look_ups():
+def test_read_weight_bytes_leave_out_only_the_embedding_lookup():
     untied = published("7B")
     tied = replace(untied, tied=True)
     assert cost.weight_bytes(untied) - cost.read_weight_bytes(untied) == 32000 * 4096 * 2
@@ -135,7 +139,7 @@ def run(tmp_path, *arguments: str):
     return CliRunner().invoke(app, ["plan", str(tmp_path), *arguments])
 
 
-def test_command_prints_the_figures(tmp_path):
+def test_plan_command_prints_the_figures(tmp_path):
     result = run(tmp_path)
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -149,13 +153,13 @@ def test_command_prints_the_figures(tmp_path):
         (["--device", "h100"], 0.9 * 79.6),  # the engine's default
         (["--device", "h100", "--gpu-memory-utilization", "0.5"], 0.5 * 79.6),
         (["--memory", "20G"], 20.0),
-        # 12.55 for the weights, and the 4 that are left for the cache, a quarter of 16
+        # of 16 GiB: 12.55 for the weights, and 4 (a quarter) for the cache
         (["--device", "cpu"], 16.0),
         (["--device", "cpu", "--quantization", "int8"], None),
         (["--device", "cpu", "--gpu-memory-utilization", "1"], 16.0),
     ],
 )
-def test_command_counts_with_the_memory_that_the_engine_uses(tmp_path, arguments, usable):
+def test_plan_command_uses_the_engines_memory_fraction(tmp_path, arguments, usable):
     data = json.loads(run(tmp_path, "--length", "4K", "--json", *arguments).stdout)
     usable = data["weight_bytes"] / 2**30 + 4 if usable is None else usable
     assert data["usable_memory"] == pytest.approx(usable * 2**30)
@@ -163,9 +167,9 @@ def test_command_counts_with_the_memory_that_the_engine_uses(tmp_path, arguments
     assert data["lengths"][0]["sequences_that_fit"] == fit
 
 
-def test_help_and_text_name_every_device_and_column(tmp_path):
-    told = " ".join(CliRunner().invoke(app, ["plan", "--help"]).stdout.split())
-    assert all(re.search(rf"[ :]{name}[,. ]", told) for name in cost.DEVICES)
+def test_plan_help_and_text_name_every_device_and_column(tmp_path):
+    help_text = " ".join(CliRunner().invoke(app, ["plan", "--help"]).stdout.split())
+    assert all(re.search(rf"[ :]{name}[,. ]", help_text) for name in cost.DEVICES)
     text = run(tmp_path, "--device", "tpu-v7x").stdout
     assert "tpu-v7x, a chip of Google's TPU7x, Ironwood: 192 GiB, 7,380 GB/s, 2,307 TFLOP/s" in text
     assert "used: 172.8 GiB (0.9 of it, --gpu-memory-utilization)" in text
@@ -182,16 +186,14 @@ def test_help_and_text_name_every_device_and_column(tmp_path):
     meshes = run(tmp_path, "--devices", "2").stdout
     for head in ("weights", "fit", "step", "tok/s", "prompts"):
         assert re.search(rf"^{head}: ", meshes, re.M), head
-    assert max(map(len, text.splitlines()[1:])) <= 105  # the first names the folder
+    assert max(map(len, text.splitlines()[1:])) <= 105  # the first line names the folder
 
 
-def test_published_speeds_of_devices_are_what_their_makers_say():
-    """Bytes and operations a second: peak operations of a GPU by its clock, its cores and what each
-    does in a cycle.
-    """
+def test_device_speeds_match_the_vendors_figures():
+    """Peak operations of a GPU are clock * cores * operations of a core in a cycle."""
     ada = 128 * 4 * 128 * 2 * 2.52e9
     blackwell = 170 * 4 * 128 * 2 * 2.407e9
-    # half where it adds up in float32
+    # half of that with float32 accumulation
     assert cost.DEVICES["rtx-4090"].flops == pytest.approx(ada / 2, rel=0.01)
     assert cost.DEVICES["rtx-5090"].flops == pytest.approx(blackwell / 2, rel=0.01)
     assert (
@@ -201,16 +203,14 @@ def test_published_speeds_of_devices_are_what_their_makers_say():
     assert cost.DEVICES["tpu-v5e"].flops == pytest.approx(4 * 128 * 128 * 2 * 1.5e9, rel=0.01)
 
 
-def test_command_shows_how_the_cache_is_split():
-    """Of the bundled model, which has layers with a window and without: what the engine would make
-    of the memory.
-    """
+def test_plan_command_shows_the_cache_split_by_group():
+    """The bundled model has layers with and without a sliding window."""
     result = CliRunner().invoke(app, ["plan", "--device", "cpu", "--memory", "16M", "--json"])
     data = json.loads(result.stdout)
     assert {group["window"] for group in data["split"]} == {None, 64}
-    taken = sum(group["pages"] * group["page_bytes"] for group in data["split"])
-    room = (16 << 20) - data["weight_bytes"]
-    assert 0.9 * room < taken <= room
+    cache_bytes = sum(group["pages"] * group["page_bytes"] for group in data["split"])
+    available = (16 << 20) - data["weight_bytes"]
+    assert 0.9 * available < cache_bytes <= available
     assert sum(group["share"] for group in data["split"]) == pytest.approx(1)
     text = CliRunner().invoke(app, ["plan", "--device", "cpu", "--memory", "16M"]).stdout
     assert "of the memory" in text and f"{data['split'][0]['pages']:,}" in text
@@ -220,7 +220,7 @@ def test_command_shows_how_the_cache_is_split():
     )
 
 
-def test_command_takes_device_and_lengths(tmp_path):
+def test_plan_command_device_and_length_options(tmp_path):
     result = run(
         tmp_path,
         "--json",
@@ -240,7 +240,7 @@ def test_command_takes_device_and_lengths(tmp_path):
         "float32",
     )
     data = json.loads(result.stdout)
-    wanted = {
+    expected = {
         "name": "l4",
         "memory": 22.5 * 2**30,
         "bandwidth": 1e12,
@@ -249,17 +249,17 @@ def test_command_takes_device_and_lengths(tmp_path):
         "network": 12.5e9,
     }
     assert (
-        data["device"] == wanted | {"about": "NVIDIA L4, PCIe 4"}
+        data["device"] == expected | {"about": "NVIDIA L4, PCIe 4"}
         and data["usable_memory"] == 40 * 2**30
     )
     assert [row["length"] for row in data["lengths"]] == [100, 2048]
     assert data["kv_bytes_a_token"] == 2**20
-    room = 40 * 2**30 - data["weight_bytes"]
-    assert data["lengths"][1]["sequences_that_fit"] == room // 2**31
+    available = 40 * 2**30 - data["weight_bytes"]
+    assert data["lengths"][1]["sequences_that_fit"] == available // 2**31
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (["--device", "abacus"], "h100"),
         (["--length", "0"], "at least 1"),
@@ -269,34 +269,32 @@ def test_command_takes_device_and_lengths(tmp_path):
         (["--gpu-memory-utilization", "0.5", "--memory", "8G"], "leave one out"),
     ],
 )
-def test_command_refuses(tmp_path, monkeypatch, capsys, arguments, says):
+def test_plan_usage_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr("sys.argv", ["quire", "plan", str(tmp_path), *arguments])
     with pytest.raises(SystemExit, match="2"):
         main()
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_states_alone(tmp_path):
-    """Mamba 2: a sequence takes as much at any length, and reading it takes longer than its
-    arithmetic.
-    """
+def test_recurrent_state_bytes_do_not_depend_on_length(tmp_path):
+    """Mamba 2: reading the state takes longer than its arithmetic at any batch size."""
     config = next(variant.config for variant in VARIANTS if variant.name == "mamba2")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
-    rows = json.loads(found.stdout)["lengths"]
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
+    rows = json.loads(result.stdout)["lengths"]
     tail = 3 * (128 + 2 * 2 * 24)
     memory = 8 * 16 * 24
     assert {row["kv_bytes"] for row in rows} == {4 * 4 * (tail + memory)} and len(rows) > 1
     assert "never" in CliRunner().invoke(app, ["plan", str(tmp_path)]).stdout
 
 
-def test_an_encoder_keeps_no_cache(tmp_path):
+def test_plan_of_an_encoder_has_no_kv_cache(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_MORE["ModernBERT-base"].config))
-    found = CliRunner().invoke(app, ["plan", str(tmp_path)])
-    assert found.exit_code == 0 and "22 layers, 568.4 MiB of weights in float32" in found.output, (
-        found.output
-    )
-    assert "it reads each text in one step, and keeps no KV cache" in found.output
-    found = CliRunner().invoke(app, ["plan", str(tmp_path), "--devices", "2"])
-    assert "--devices proposes meshes for models that write" in str(found.exception)
+    result = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert (
+        result.exit_code == 0 and "22 layers, 568.4 MiB of weights in float32" in result.output
+    ), result.output
+    assert "it reads each text in one step, and keeps no KV cache" in result.output
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--devices", "2"])
+    assert "--devices proposes meshes for models that write" in str(result.exception)

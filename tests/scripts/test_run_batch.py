@@ -1,6 +1,4 @@
-"""Batch files: each line becomes a request or an error, results come in order, and no line hurts
-another.
-"""
+"""`quire run-batch`: every line becomes a request or an error, and results come in order."""
 
 import io
 import itertools
@@ -21,7 +19,7 @@ from quire.serving.protocol.batch_file import parse_lines
 CHAT = "/v1/chat/completions"
 
 
-def line(custom_id: str, url: str = "/v1/completions", **body) -> bytes:
+def batch_line(custom_id: str, url: str = "/v1/completions", **body) -> bytes:
     """A line of a batch file."""
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
 
@@ -45,10 +43,8 @@ class Request:
         return RequestOutput(self.request_id, None, [5] * len(self.prompt), answers, self.finished)
 
 
-class Letters:
-    """A tokenizer: a token a letter, and a prompt says its messages and the names of what is set
-    beside them.
-    """
+class LetterTokenizer:
+    """One token per character; a chat prompt is its messages and the names of template options."""
 
     def max_characters(self, num_tokens: int) -> int:
         return num_tokens
@@ -66,21 +62,21 @@ class Letters:
 
 
 class FakeLLM:
-    """An engine that echoes; a prompt may ask it to refuse, to fail or to interrupt."""
+    """Echoes prompts; some prompts make it reject, fail or raise KeyboardInterrupt."""
 
-    made: list["FakeLLM"] = []
+    instances: list["FakeLLM"] = []
     defaults: dict[str, float] = {}
 
     def __init__(self, model=None, **options):
         self.model = model  # it is its own engine
         self.options = options
         self.engine = self
-        self.tokenizer, self.ids, self.busy = Letters(), itertools.count(), False
+        self.tokenizer, self.ids, self.busy = LetterTokenizer(), itertools.count(), False
         self.max_len, self.config = 1000, SimpleNamespace(vocab_size=1000)
         self.runner = SimpleNamespace(shape=SimpleNamespace(num_logprobs=20))
         self.requests: list[Request] = []
         self.aborted: list[str] = []
-        FakeLLM.made.append(self)
+        FakeLLM.instances.append(self)
 
     def __enter__(self):
         return self
@@ -115,9 +111,9 @@ class FakeLLM:
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Runs a batch of lines: (exit code, results, stderr)."""
+    """Run a batch of lines; returns (exit code, results, stderr)."""
     monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
-    FakeLLM.made.clear()
+    FakeLLM.instances.clear()
 
     def call(*lines: bytes, arguments: tuple[str, ...] = ()):
         (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
@@ -130,14 +126,16 @@ def run(monkeypatch, capsys, tmp_path):
             code = leaving.code or 0
         out = tmp_path / "out.jsonl"
         results = (
-            [json.loads(each) for each in out.read_text().splitlines()] if out.exists() else []
+            [json.loads(result_line) for result_line in out.read_text().splitlines()]
+            if out.exists()
+            else []
         )
         return code, results, capsys.readouterr().err
 
     return call
 
 
-def texts(result: dict) -> list[str]:
+def answer_texts(result: dict) -> list[str]:
     choices = result["response"]["body"]["choices"]
     return [
         choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices
@@ -146,19 +144,19 @@ def texts(result: dict) -> list[str]:
 
 def test_results_come_in_the_order_of_the_lines(run):
     code, results, err = run(
-        line("slow", prompt="a long prompt"),
-        line("many", prompt=["a", "bb"], n=2),
-        line(
+        batch_line("slow", prompt="a long prompt"),
+        batch_line("many", prompt=["a", "bb"], n=2),
+        batch_line(
             "chat",
             CHAT,
             messages=[{"role": "user", "content": "hi"}],
             chat_template_kwargs={"+": 1},
         ),
-        line("ids", prompt=[7, 8]),
+        batch_line("ids", prompt=[7, 8]),
     )
     assert code == 0
     assert [result["custom_id"] for result in results] == ["slow", "many", "chat", "ids"]
-    assert [texts(result) for result in results] == [
+    assert [answer_texts(result) for result in results] == [
         ["<a long prompt>"], ["<a>", "<a>", "<bb>", "<bb>"], ["<hi+>"], ["<[7, 8]>"],
     ]  # fmt: skip
     for result in results:
@@ -172,23 +170,30 @@ def test_results_come_in_the_order_of_the_lines(run):
     assert err.startswith("4 answered, 0 refused: 14 tokens in ")
 
 
-def test_calls_of_tools(run):
-    """A line may bring tools; what the answer calls is read as a server reads it."""
-    asked = '<tool_call>{"name": "look_up", "arguments": {"city": "Rome"}}</tool_call>'
-    fields = {"messages": [{"role": "user", "content": asked}]}
+def test_batch_lines_with_tools_return_tool_calls(run):
+    content = '<tool_call>{"name": "look_up", "arguments": {"city": "Rome"}}</tool_call>'
+    fields = {"messages": [{"role": "user", "content": content}]}
     tools = [{"type": "function", "function": {"name": "look_up"}}]
-    _, results, _ = run(line("with", CHAT, tools=tools, **fields), line("without", CHAT, **fields))
-    called, said = (result["response"]["body"]["choices"][0] for result in results)
-    assert called["finish_reason"] == "tool_calls" and called["message"]["content"] == "<tools>"
-    (call,) = called["message"]["tool_calls"]
+    _, results, _ = run(
+        batch_line("with", CHAT, tools=tools, **fields), batch_line("without", CHAT, **fields)
+    )
+    with_call, without_call = (result["response"]["body"]["choices"][0] for result in results)
+    assert (
+        with_call["finish_reason"] == "tool_calls" and with_call["message"]["content"] == "<tools>"
+    )
+    (call,) = with_call["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
         "look_up",
         {"city": "Rome"},
     )
-    assert said["message"] == {"role": "assistant", "content": f"<{asked}>", "reasoning": None}
+    assert without_call["message"] == {
+        "role": "assistant",
+        "content": f"<{content}>",
+        "reasoning": None,
+    }
 
 
-WRONG = [
+INVALID_LINES = [
     (b"{", None, "line 2: must be JSON: "),
     (b"[1]", None, "line 2: must be a JSON object, got [1]"),
     (b'{"custom_id": "\xff"}', None, "line 2: must be JSON in UTF-8: "),
@@ -198,7 +203,7 @@ WRONG = [
     (b"{}", None, "line 2: custom_id: must be a string that is not empty, got None"),
     (b'{"custom_id": 5}', None, "line 2: custom_id: "),
     (
-        line("first", prompt="a"),
+        batch_line("first", prompt="a"),
         "first",
         "line 2: custom_id: must differ, got 'first' as in line 1",
     ),
@@ -209,7 +214,7 @@ WRONG = [
         "line 2: methud: unknown field; did you mean 'method'?",
     ),
     (
-        line("x", "/v1/embeddings"),
+        batch_line("x", "/v1/embeddings"),
         "x",
         "line 2: url: must be /v1/chat/completions or /v1/completions, got '/v1/emb",
     ),
@@ -220,30 +225,30 @@ WRONG = [
         "line 2: body: must be a JSON object",
     ),
     (
-        line("x", prompt="a", temperature=-1),
+        batch_line("x", prompt="a", temperature=-1),
         "x",
         "line 2: body.temperature: must be a number from 0 to 100",
     ),
     (
-        line("x", prompt="a").replace(b'"a"', b'"a", "top_p": 1e400'),
+        batch_line("x", prompt="a").replace(b'"a"', b'"a", "top_p": 1e400'),
         "x",
         "line 2: body.top_p: must be a number",
     ),
-    (line("x", prompt="a", logits=1), "x", "line 2: body.logits: unknown field"),
-    (line("x", prompt="a", stream=True), "x", "line 2: body.stream: has no place in a batch"),
+    (batch_line("x", prompt="a", logits=1), "x", "line 2: body.logits: unknown field"),
+    (batch_line("x", prompt="a", stream=True), "x", "line 2: body.stream: has no place in a batch"),
     (
-        line("x", prompt="a", model="gpt"),
+        batch_line("x", prompt="a", model="gpt"),
         "x",
         "line 2: body.model: must be 'quill', which --served-model-name can",
     ),
-    (line("x", prompt=["a", "too long"]), "x", "line 2: prompt: has 9 tokens; at most 8 fit"),
+    (batch_line("x", prompt=["a", "too long"]), "x", "line 2: prompt: has 9 tokens; at most 8 fit"),
     (
-        line("x", CHAT, messages=[{"role": "user", "content": "refuse"}]),
+        batch_line("x", CHAT, messages=[{"role": "user", "content": "refuse"}]),
         "x",
         "line 2: messages: chat template: no",
     ),
     (
-        line("x", CHAT, messages=[{"role": "user"}]),
+        batch_line("x", CHAT, messages=[{"role": "user"}]),
         "x",
         "line 2: body.messages[0].content: must be a string",
     ),
@@ -251,83 +256,89 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("wrong", "custom_id", "message"), WRONG, ids=[message[8:40] for *_, message in WRONG]
+    ("wrong", "custom_id", "message"),
+    INVALID_LINES,
+    ids=[message[8:40] for *_, message in INVALID_LINES],
 )
-def test_a_wrong_line_hurts_no_other(run, wrong, custom_id, message):
-    code, results, err = run(line("first", prompt="one"), wrong, line("last", prompt="two"))
+def test_an_invalid_line_does_not_affect_other_lines(run, wrong, custom_id, message):
+    code, results, err = run(
+        batch_line("first", prompt="one"), wrong, batch_line("last", prompt="two")
+    )
     assert code == 0
-    assert [texts(results[0]), texts(results[2])] == [["<one>"], ["<two>"]]
-    bad = results[1]
-    assert (bad["custom_id"], bad["response"]) == (custom_id, None)
-    assert bad["error"]["message"].startswith(message)
-    assert "\n" not in bad["error"]["message"] and len(bad["error"]["message"]) < 400
-    assert bad["error"]["code"] == "invalid_request" and bad["error"]["line"] == 2
+    assert [answer_texts(results[0]), answer_texts(results[2])] == [["<one>"], ["<two>"]]
+    failed = results[1]
+    assert (failed["custom_id"], failed["response"]) == (custom_id, None)
+    assert failed["error"]["message"].startswith(message)
+    assert "\n" not in failed["error"]["message"] and len(failed["error"]["message"]) < 400
+    assert failed["error"]["code"] == "invalid_request" and failed["error"]["line"] == 2
     assert err.startswith("2 answered, 1 refused: 4 tokens")
 
 
-def test_prompts_of_a_line_stand_or_fall_together(run):
-    run(line("a", prompt=["one", "too long", "three"]))
-    (llm,) = FakeLLM.made
+def test_a_rejected_prompt_aborts_the_other_prompts_of_its_line(run):
+    run(batch_line("a", prompt=["one", "too long", "three"]))
+    (llm,) = FakeLLM.instances
     assert [request.prompt for request in llm.requests] == ["one"]
     assert llm.aborted == ["0"]
 
 
-def test_a_request_that_fails_in_the_engine(run):
-    code, results, _ = run(line("a", prompt="fail"), line("b", prompt="fine"))
+def test_a_request_that_fails_in_the_engine_is_a_server_error(run):
+    code, results, _ = run(batch_line("a", prompt="fail"), batch_line("b", prompt="fine"))
     assert code == 0
     assert results[0]["error"]["code"] == "server_error"
-    assert texts(results[1]) == ["<fine>"]
+    assert answer_texts(results[1]) == ["<fine>"]
 
 
-def test_ctrl_c_keeps_what_is_done(run):
+def test_ctrl_c_keeps_finished_results(run):
     code, results, err = run(
-        line("never", prompt="a prompt so long that it never ends"),
-        line("quick", prompt="a"),
-        line("c", prompt="interrupt"),
+        batch_line("never", prompt="a prompt so long that it never ends"),
+        batch_line("quick", prompt="a"),
+        batch_line("c", prompt="interrupt"),
     )
     assert code == 130
     assert [result["custom_id"] for result in results] == ["quick"]
     assert err.startswith("1 answered, 0 refused, 2 left: ")
 
 
-def test_a_line_that_leaves_sampling_out(run, monkeypatch):
+def test_missing_sampling_fields_come_from_the_model(run, monkeypatch):
     monkeypatch.setattr(FakeLLM, "defaults", {"temperature": 0.25, "max_tokens": 3})
-    run(line("a", prompt="x"), line("b", prompt="x", temperature=1, max_tokens=9))
-    first, second = (request.params for request in FakeLLM.made[-1].requests)
-    assert (first.temperature, first.max_tokens) == (0.25, 3)
-    assert (second.temperature, second.max_tokens) == (1, 9)
+    run(batch_line("a", prompt="x"), batch_line("b", prompt="x", temperature=1, max_tokens=9))
+    default, explicit = (request.params for request in FakeLLM.instances[-1].requests)
+    assert (default.temperature, default.max_tokens) == (0.25, 3)
+    assert (explicit.temperature, explicit.max_tokens) == (1, 9)
 
 
-def test_names_of_the_model(run):
-    asked = [line(name, prompt="a", model=name) for name in ("org/name", "name", "other")]
-    _, results, _ = run(*asked, arguments=("org/name", "--max-num-seqs", "2"))
+def test_accepted_model_names_of_a_batch(run):
+    lines = [batch_line(name, prompt="a", model=name) for name in ("org/name", "name", "other")]
+    _, results, _ = run(*lines, arguments=("org/name", "--max-num-seqs", "2"))
     assert [result["error"] is None for result in results] == [True, True, False]
     assert [result["response"]["body"]["model"] for result in results[:2]] == ["org/name", "name"]
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.instances
     assert (llm.model, llm.options) == ("org/name", {"max_num_seqs": 2})
-    _, results, _ = run(*asked, arguments=("org/name", "--served-model-name", "other"))
+    _, results, _ = run(*lines, arguments=("org/name", "--served-model-name", "other"))
     assert [result["error"] is None for result in results] == [False, False, True]
 
 
-def test_blank_lines_and_windows_lines(run):
-    _, results, _ = run(b"", line("a", prompt="x") + b"\r", b"  ", line("b", prompt="y"), b"{", b"")
+def test_blank_lines_and_carriage_returns_are_ignored(run):
+    _, results, _ = run(
+        b"", batch_line("a", prompt="x") + b"\r", b"  ", batch_line("b", prompt="y"), b"{", b""
+    )
     assert [result["custom_id"] for result in results] == ["a", "b", None]
     assert results[2]["error"]["line"] == 5
     assert run()[:2] == (0, [])
 
 
-def test_an_empty_batch_is_no_error():
+def test_an_empty_batch_has_no_results():
     assert list(parse_lines([b"", b"\n"])) == []
 
 
-def test_stdin_to_stdout(monkeypatch, capsys):
+def test_run_batch_from_stdin_to_stdout(monkeypatch, capsys):
     monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
     monkeypatch.setattr(sys, "argv", ["quire", "run-batch", "-i", "-", "-o", "-"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line("a", prompt="x"))))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(batch_line("a", prompt="x"))))
     with pytest.raises(SystemExit) as leaving:
         main()
     assert not leaving.value.code
-    assert texts(json.loads(capsys.readouterr().out)) == ["<x>"]
+    assert answer_texts(json.loads(capsys.readouterr().out)) == ["<x>"]
 
 
 @pytest.mark.parametrize(
@@ -347,13 +358,15 @@ def test_stdin_to_stdout(monkeypatch, capsys):
         (("-i", "in.jsonl", "-o", "."), "cannot write .: Is a directory"),
     ],
 )
-def test_wrong_files(monkeypatch, capsys, tmp_path, arguments, message):
+def test_unusable_input_and_output_files_are_rejected(
+    monkeypatch, capsys, tmp_path, arguments, message
+):
     monkeypatch.setattr(quire, "LLM", FakeLLM, raising=False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_bytes(line("a", prompt="x"))
+    (tmp_path / "in.jsonl").write_bytes(batch_line("a", prompt="x"))
     monkeypatch.setattr(sys, "argv", ["quire", "run-batch", *arguments])
     with pytest.raises(SystemExit) as leaving:
         main()
     assert leaving.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
-    assert (tmp_path / "in.jsonl").read_bytes() == line("a", prompt="x")
+    assert (tmp_path / "in.jsonl").read_bytes() == batch_line("a", prompt="x")

@@ -25,12 +25,12 @@ FOLDER = Path(quire.__file__).parent / "model"
 
 
 @contextmanager
-def process(*flags: str, **environment: str):
-    """A running `quire serve`; (process, address) once it says that it is ready."""
+def serve_process(*flags: str, **environment: str):
+    """A running `quire serve`; yields (process, address) once it is ready."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
-    own = {**os.environ, **environment}
+    process_environment = {**os.environ, **environment}
     running = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=process_environment
     )
     lines: list[str] = []
     drain = threading.Thread(target=lambda: lines.extend(running.stderr), daemon=True)
@@ -67,7 +67,7 @@ def post(address: str, path: str, body: dict, headers: dict | None = None) -> tu
         connection.close()
 
 
-async def stream(address: str, max_tokens: int) -> bytes:
+async def stream_completion(address: str, max_tokens: int) -> bytes:
     host, port = address.removeprefix("http://").split(":")
     body = json.dumps(
         {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
@@ -80,11 +80,11 @@ async def stream(address: str, max_tokens: int) -> bytes:
     return answer
 
 
-def test_sigterm_lets_streams_end():
-    with process() as (running, address):
+def test_sigterm_lets_streams_finish():
+    with serve_process() as (running, address):
 
         async def run() -> list[bytes]:
-            streams = [asyncio.create_task(stream(address, 200)) for _ in range(8)]
+            streams = [asyncio.create_task(stream_completion(address, 200)) for _ in range(8)]
             await asyncio.sleep(0.3)
             running.send_signal(signal.SIGTERM)
             return await asyncio.gather(*streams)
@@ -92,15 +92,15 @@ def test_sigterm_lets_streams_end():
         for answer in asyncio.run(run()):
             assert b'"finish_reason":"length"' in answer and b"[DONE]" in answer
         assert running.wait(120) == 0
-        assert "Once" not in "".join(running.lines)  # nothing of a prompt is in the log
+        assert "Once" not in "".join(running.lines)  # prompts are not logged
 
 
 @pytest.mark.slow
-def test_sigterm_does_not_wait_for_ever():
-    with process("--shutdown-grace", "0.2", "--max-model-len", "1000") as (running, address):
+def test_sigterm_aborts_streams_after_the_grace():
+    with serve_process("--shutdown-grace", "0.2", "--max-model-len", "1000") as (running, address):
 
         async def run() -> list[bytes]:
-            streams = [asyncio.create_task(stream(address, 900)) for _ in range(4)]
+            streams = [asyncio.create_task(stream_completion(address, 900)) for _ in range(4)]
             await asyncio.sleep(0.3)
             running.send_signal(signal.SIGTERM)
             return await asyncio.gather(*streams)
@@ -112,7 +112,7 @@ def test_sigterm_does_not_wait_for_ever():
 
 
 @pytest.mark.slow
-def test_a_file_of_options_and_a_file_of_keys(tmp_path):
+def test_config_file_and_api_key_file(tmp_path):
     (tmp_path / "keys").write_text("first\nsecond\n")
     config = {
         "served-model-name": "tale",
@@ -120,22 +120,25 @@ def test_a_file_of_options_and_a_file_of_keys(tmp_path):
         "api-key-file": str(tmp_path / "keys"),
     }
     (tmp_path / "serve.yaml").write_text(json.dumps(config))
-    with process("--config", str(tmp_path / "serve.yaml"), QUIRE_API_KEY="third") as (_, address):
-        asked = {"prompt": "Once", "max_tokens": 1, "model": "tale"}
-        assert post(address, "/v1/completions", asked)[0] == 401
+    with serve_process("--config", str(tmp_path / "serve.yaml"), QUIRE_API_KEY="third") as (
+        _,
+        address,
+    ):
+        request = {"prompt": "Once", "max_tokens": 1, "model": "tale"}
+        assert post(address, "/v1/completions", request)[0] == 401
         for key in ("first", "second", "third"):
             assert (
-                post(address, "/v1/completions", asked, {"Authorization": f"Bearer {key}"})[0]
+                post(address, "/v1/completions", request, {"Authorization": f"Bearer {key}"})[0]
                 == 200
             )
-        long = asked | {"max_tokens": 500, "ignore_eos": True}
-        status, body = post(address, "/v1/completions", long, {"x-api-key": "first"})
+        long_request = request | {"max_tokens": 500, "ignore_eos": True}
+        status, body = post(address, "/v1/completions", long_request, {"x-api-key": "first"})
         assert status == 200 and body["usage"]["total_tokens"] == 128
 
 
-def test_a_unix_socket(tmp_path):
+def test_serve_on_a_unix_socket(tmp_path):
     path = str(tmp_path / "quire.sock")
-    with process("--uds", path) as (_, address):
+    with serve_process("--uds", path) as (_, address):
         assert address == f"unix:{path}"
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(path)
@@ -145,29 +148,27 @@ def test_a_unix_socket(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_models_take_turns():
-    """One of two may be awake: asking for the other puts it to sleep, and both give what they give
-    alone.
-    """
+def test_models_are_swapped_within_max_loaded():
+    """One of two models may be loaded at a time; swapping them does not change their answers."""
     folders = [str(FOLDER / "quill"), str(FOLDER / "quill_draft")]
-    with process(*folders, "--max-loaded", "1", "--max-num-seqs", "4") as (_, address):
+    with serve_process(*folders, "--max-loaded", "1", "--max-num-seqs", "4") as (_, address):
 
-        def ask(model: str) -> str:
-            asked = {
+        def complete(model: str) -> str:
+            request = {
                 "prompt": "Once upon a time",
                 "max_tokens": 12,
                 "temperature": 0,
                 "model": model,
             }
-            status, body = post(address, "/v1/completions", asked)
+            status, body = post(address, "/v1/completions", request)
             assert (status, body["model"]) == (200, model), body
             return body["choices"][0]["text"]
 
-        first = ask("quill")
-        second = ask("quill_draft")
-        assert first != second
+        quill_text = complete("quill")
+        draft_text = complete("quill_draft")
+        assert quill_text != draft_text
         for _ in range(3):
-            assert (ask("quill"), ask("quill_draft")) == (first, second)
+            assert (complete("quill"), complete("quill_draft")) == (quill_text, draft_text)
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=300)
         connection.request("GET", "/v1/models")
         states = {
@@ -178,8 +179,8 @@ def test_several_models_take_turns():
         assert states["quill_draft"] == "ready" and states["quill"] == "asleep"
 
 
-def test_models_wait_for_each_other():
-    """Requests for three models at once, of which one may be awake."""
+def test_concurrent_requests_for_more_models_than_fit():
+    """Three models are requested at once; one of them may be loaded at a time."""
     engines = {
         name: scripted(lambda prompt, name=name: f"I am {name}.")[0] for name in ("a", "b", "c")
     }
@@ -188,7 +189,7 @@ def test_models_wait_for_each_other():
     ) as server:
         replies: list[tuple[str, int, str]] = []
 
-        def ask(name: str) -> None:
+        def complete(name: str) -> None:
             status, body = post(
                 server.url, "/v1/completions", {"prompt": "Who?", "model": name, "max_tokens": 20}
             )
@@ -196,7 +197,7 @@ def test_models_wait_for_each_other():
                 (name, status, body["choices"][0]["text"] if status == 200 else str(body))
             )
 
-        threads = [threading.Thread(target=ask, args=(name,)) for name in "abcbacbacabc"]
+        threads = [threading.Thread(target=complete, args=(name,)) for name in "abcbacbacabc"]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -207,14 +208,14 @@ def test_models_wait_for_each_other():
         assert sum(model.state == "ready" for model in server.service.models.models) == 1
 
 
-def test_a_model_that_cannot_be_loaded(tmp_path):
+def test_a_model_that_cannot_be_loaded_ends_serve(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 2 and "error: " in run.stderr and "Traceback" not in run.stderr, (
         run.stderr
     )
-    assert run.stderr.count("model type None is not supported") == 1  # said once
+    assert run.stderr.count("model type None is not supported") == 1  # reported once
 
 
 @pytest.mark.parametrize(
@@ -232,12 +233,12 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
         ),
     ],
 )
-def test_wrong_flags(flags, message):
+def test_invalid_serve_flags_are_rejected(flags, message):
     result = CliRunner().invoke(app, ["serve", *flags], standalone_mode=False)
     assert message in str(result.exception), result.exception
 
 
-def test_wrong_config(tmp_path):
+def test_unknown_config_keys_are_rejected(tmp_path):
     (tmp_path / "c.yaml").write_text("max-model-length: 5")
     result = CliRunner().invoke(
         app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False
@@ -247,7 +248,7 @@ def test_wrong_config(tmp_path):
     )
 
 
-def test_a_file_of_options_may_have_those_of_vllm(tmp_path):
+def test_config_files_may_have_vllm_options(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "trust-remote-code: true\nenforce_eager: true\ntokenizer-mode: auto\nctx-size: 5"
     )
@@ -275,7 +276,7 @@ def test_a_file_of_options_may_have_those_of_vllm(tmp_path):
     )
 
 
-def test_names_and_keys(monkeypatch, tmp_path):
+def test_served_model_names_and_api_keys(monkeypatch, tmp_path):
     assert called([], []) == [("quill",)]
     assert called(["org/model"], []) == [("org/model", "model")]
     assert called(["x"], ["a", "b"]) == [("a", "b")]

@@ -1,5 +1,5 @@
-"""Answers made up for tests, whole and cut into parts anyhow, and what clients make of bodies and
-events.
+"""Random answers, whole and cut into parts, and the types of official clients as a check of bodies
+and events.
 """
 
 import json
@@ -25,7 +25,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sample
 PLAIN = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXT
 JSON = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(TEXT, PLAIN, max_size=2)
 ARGUMENTS = st.builds(
-    lambda given, plain: json.dumps(given, ensure_ascii=plain),
+    lambda arguments, ascii_only: json.dumps(arguments, ensure_ascii=ascii_only),
     st.dictionaries(TEXT, JSON, max_size=2),
     st.booleans(),
 )
@@ -41,9 +41,7 @@ ENDS = (
 
 @dataclass(frozen=True)
 class Written:
-    """One answer: in parts, whole, and as (kind, text or call) with neighbours of a kind made
-    one.
-    """
+    """One answer: in parts, whole, and as blocks of adjacent parts: (kind, text or call)."""
 
     parts: list[ChoicePart]
     answer: FinishedChoice
@@ -51,21 +49,21 @@ class Written:
 
 
 def joined(pieces: Iterable[Piece]) -> list[tuple[str, Any]]:
-    """What a reader of pieces sees: empty ones are nothing."""
-    found: list[tuple[str, Any]] = []
+    """Merge adjacent pieces of a kind; empty pieces are left out."""
+    blocks: list[tuple[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, CallStart):
-            found.append(("call", ToolCall(piece.id, piece.name, "")))
+            blocks.append(("call", ToolCall(piece.id, piece.name, "")))
         elif isinstance(piece, Arguments):
-            _, call = found.pop()
-            found.append(("call", ToolCall(call.id, call.name, call.arguments + piece.text)))
+            _, call = blocks.pop()
+            blocks.append(("call", ToolCall(call.id, call.name, call.arguments + piece.text)))
         elif piece.text:
             kind = "said" if isinstance(piece, Said) else "thought"
-            if found and found[-1][0] == kind:
-                found[-1] = (kind, found[-1][1] + piece.text)
+            if blocks and blocks[-1][0] == kind:
+                blocks[-1] = (kind, blocks[-1][1] + piece.text)
             else:
-                found.append((kind, piece.text))
-    return found
+                blocks.append((kind, piece.text))
+    return blocks
 
 
 def token(i: int) -> dict[int, Logprob]:
@@ -75,10 +73,10 @@ def token(i: int) -> dict[int, Logprob]:
     }
 
 
-def cuts(random: Random, whole: Any, most: int) -> list[Any]:
-    """A text or a list in up to `most` slices, some of them empty."""
-    at = sorted(random.randint(0, len(whole)) for _ in range(random.randrange(most)))
-    return [whole[a:b] for a, b in zip([0, *at], [*at, len(whole)], strict=True)]
+def cuts(random: Random, sequence: Any, max_slices: int) -> list[Any]:
+    """Cut a text or a list into up to `max_slices` slices, some of them empty."""
+    bounds = sorted(random.randint(0, len(sequence)) for _ in range(random.randrange(max_slices)))
+    return [sequence[a:b] for a, b in zip([0, *bounds], [*bounds, len(sequence)], strict=True)]
 
 
 CONTENTS = st.tuples(st.sampled_from(["said", "thought"]), TEXT) | st.tuples(
@@ -90,7 +88,7 @@ CONTENTS = st.tuples(st.sampled_from(["said", "thought"]), TEXT) | st.tuples(
 def written(
     draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: bool = False
 ) -> Written:
-    """`ordered`: thoughts, then text, then calls, as an answer that is told whole has them."""
+    """`ordered`: reasoning, then text, then calls, as in an answer that is not streamed."""
     chosen = [
         (kind, text)
         for kind, text in draw(st.lists(CONTENTS, max_size=6))
@@ -104,41 +102,42 @@ def written(
     for kind, text in chosen:
         if kind == "call":
             pieces.append(CallStart(number, f"call_{number}", random.choice(["look_up", "add"])))
-            pieces += [Arguments(number, part) for part in cuts(random, text, 5)]
+            pieces += [Arguments(number, piece_slice) for piece_slice in cuts(random, text, 5)]
             number += 1
         else:
             pieces += [
-                (Said if kind == "said" else Thought)(part) for part in cuts(random, text, 5)
+                (Said if kind == "said" else Thought)(piece_slice)
+                for piece_slice in cuts(random, text, 5)
             ]
     reason, stop = draw(st.sampled_from(ENDS))
     reason = "tool_calls" if number and reason == "stop" else reason
-    parts = []
+    answer_parts = []
     count = 0
     slices = cuts(random, pieces, 8)
-    for i, part in enumerate(slices):
+    for i, piece_slice in enumerate(slices):
         tokens = list(range(count, count + random.randrange(3)))
         count += len(tokens)
         end = (reason, stop) if i == len(slices) - 1 else (None, None)
-        parts.append(
-            ChoicePart(0, part, *end, tokens, [token(i) for i in tokens] if scored else None)
+        answer_parts.append(
+            ChoicePart(0, piece_slice, *end, tokens, [token(i) for i in tokens] if scored else None)
         )
-    content, reasoning, found = collect(pieces)
+    content, reasoning, tool_calls = collect(pieces)
     logprobs = [token(i) for i in range(count)] if scored else None
     return Written(
-        parts,
-        FinishedChoice(0, content, reason, reasoning, found, stop, range(count), logprobs),
+        answer_parts,
+        FinishedChoice(0, content, reason, reasoning, tool_calls, stop, range(count), logprobs),
         joined(pieces),
     )
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """The events as the standard for them reads: a name, and data on one line."""
-    found = []
+    """Parse server-sent events, each of a name and one line of JSON data."""
+    events = []
     for block in data.decode().split("\n\n")[:-1]:
         name, line = block.split("\n")
-        found.append(json.loads(line.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+        events.append(json.loads(line.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 @cache
@@ -146,24 +145,22 @@ def adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)
 
 
-def strange(value: Any) -> set[str]:
+def extra_fields(value: Any) -> set[str]:
     if isinstance(value, list):
-        return set().union(*map(strange, value))
+        return set().union(*map(extra_fields, value))
     if not isinstance(value, BaseModel):
         return set()
     inner = [getattr(value, name) for name in type(value).model_fields]
-    return set(value.model_extra or ()).union(*map(strange, inner))
+    return set(value.model_extra or ()).union(*map(extra_fields, inner))
 
 
-def strangers(kind: Any, value: Any) -> set[str]:
-    """Names of fields that a client's own type does not have; it must take the value without a
-    conversion.
-    """
-    return strange(adapter(kind).validate_json(msgspec.json.encode(value), strict=True))
+def unknown_client_fields(kind: Any, value: Any) -> set[str]:
+    """Names of fields that a client's type lacks; it must validate the value without conversion."""
+    return extra_fields(adapter(kind).validate_json(msgspec.json.encode(value), strict=True))
 
 
 class Server:
-    """What a client talks to: it says `data` and keeps what it was asked."""
+    """A fake server: answers every request with `data` and keeps the last request's body."""
 
     def __init__(self, data: bytes, status: int = 200):
         self.data = data
@@ -177,8 +174,8 @@ class Server:
         return httpx2.Response(self.status, content=self.data, headers={"content-type": kind})
 
 
-def spoil(data: st.DataObject, body: Any) -> None:
-    """Replace one place of a body by anything."""
+def replace_random_value(data: st.DataObject, body: Any) -> None:
+    """Replace one value in a body by any other."""
     place = body
     while True:
         key = data.draw(

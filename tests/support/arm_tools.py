@@ -1,6 +1,4 @@
-"""A compiler for ARM and an emulator of it: tests that need them are left out where they are
-missing.
-"""
+"""A cross compiler and an emulator for ARM; tests that need them are skipped without them."""
 
 import shutil
 

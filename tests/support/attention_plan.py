@@ -1,4 +1,4 @@
-"""The tasks that the processors of an attention kernel take, as a list."""
+"""The tasks of an attention kernel's processors as lists."""
 
 from typing import Any
 from unittest import mock
@@ -12,40 +12,51 @@ from quire.ops.attention.hopper_kernel.task import CutContext, KernelShape, Plan
 
 
 def tasks_of(shape: KernelShape, plan: Plan) -> list[list[Task]]:
-    """Those of each processor, by the code that the kernel runs."""
-    return read(shape, plan, lambda held, one: Task(*map(int, one)))
+    """The tasks of each processor, by the code that the kernel runs."""
+    return read(shape, plan, lambda host_plan, packed_task: Task(*map(int, packed_task)))
 
 
 def contexts_of(shape: KernelShape, plan: Plan) -> list[list[CutContext]]:
-    """Those of the same tasks; of one that is whole it says nothing."""
+    """The cut contexts of the same tasks; meaningless for tasks that are not cut."""
     return read(
-        shape, plan, lambda held, one: CutContext(*map(int, task.read_context(shape, held, one)))
+        shape,
+        plan,
+        lambda host_plan, packed_task: CutContext(
+            *map(int, task.read_context(shape, host_plan, packed_task))
+        ),
     )
 
 
 def read(shape: KernelShape, plan: Plan, take) -> list[list[Any]]:
-    """What is taken of each task of each processor, without a kernel."""
-    held = jax.tree.map(np.asarray, plan)
-    found = []
+    """Apply `take` to each task of each processor on the host, without a kernel."""
+    host_plan = jax.tree.map(np.asarray, plan)
+    taken_by_processor = []
 
-    def each(first, last, body, carry):
+    def python_fori_loop(first, last, body, carry):
         for n in range(int(first), int(last)):
             carry = body(np.int32(n), carry)
         return carry
 
-    plain = {
+    python_lax = {
         "axis_index": None,
-        "fori_loop": each,
+        "fori_loop": python_fori_loop,
         "div": lambda a, b: a // b,
         "rem": lambda a, b: a % b,
     }
-    plain_numbers: dict[str, Any] = {"int32": np.int32, "where": np.where}
+    numpy_functions: dict[str, Any] = {"int32": np.int32, "where": np.where}
     for processor in range(shape.processors):
-        mine: list[Any] = []
-        plain["axis_index"] = lambda _, at=processor: at
-        with mock.patch.multiple(task.lax, **plain), mock.patch.multiple(jnp, **plain_numbers):
+        task_values: list[Any] = []
+        python_lax["axis_index"] = lambda _, at=processor: at
+        with (
+            mock.patch.multiple(task.lax, **python_lax),
+            mock.patch.multiple(jnp, **numpy_functions),
+        ):
             task.each_task(
-                shape, held, lambda one, step, mine=mine: mine.append(take(held, one)) or step
+                shape,
+                host_plan,
+                lambda packed_task, step, task_values=task_values: (
+                    task_values.append(take(host_plan, packed_task)) or step
+                ),
             )
-        found.append(mine)
-    return found
+        taken_by_processor.append(task_values)
+    return taken_by_processor

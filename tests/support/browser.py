@@ -1,4 +1,4 @@
-"""A tab of Chromium for the tests of the page, and when those are run."""
+"""A tab of Chromium for the tests of the page, and the marks of tests that need Chromium."""
 
 import os
 import re
@@ -20,7 +20,7 @@ FLAGS = [
     "--disable-sync",
 ]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-LOUD = re.compile("Failed to load resource")  # what the browser itself says of an error status
+LOUD = re.compile("Failed to load resource")  # the browser's own message about an error status
 
 needs_chromium = [
     pytest.mark.slow,
@@ -32,7 +32,7 @@ needs_chromium = [
 
 
 class Tab:
-    """A page under watch: what it logs, and whom it asks."""
+    """A page whose errors and requests to other hosts are recorded."""
 
     def __init__(self, page: Page, url: str):
         self.page = page
@@ -52,8 +52,9 @@ class Tab:
             self.strangers.append(request.url)
 
     def check(self, loud: bool) -> None:
-        """Nothing went wrong and nobody else was asked; `loud` where the server was to answer with
-        errors.
+        """Check that there were no errors and no requests to other hosts.
+
+        `loud`: the server was expected to answer with error statuses.
         """
         assert [error for error in self.errors if not (loud and LOUD.search(error))] == []
         assert self.strangers == []
@@ -63,21 +64,21 @@ class Tab:
         self.page.press("#prompt", "Enter")
 
     def ended(self) -> None:
-        """Waits for the answer to end."""
+        """Wait for the answer to end."""
         expect(self.page.locator("#send")).to_have_attribute("aria-label", "Send")
 
     def answer(self) -> str:
         return self.page.locator(".answer .text").last.inner_text()
 
     def pixel(self, x: float, y: float, canvas: str = "#maps canvas") -> tuple[int, int, int]:
-        """The colour that a canvas has there."""
+        """The colour of a canvas at a point."""
         script = """([selector, x, y]) => { const canvas = document.querySelector(selector), r = devicePixelRatio;
             return [...canvas.getContext("2d").getImageData(x * r, y * r, 1, 1).data].slice(0, 3) }"""
         red, green, blue = self.page.evaluate(script, [canvas, x, y])
         return red, green, blue
 
     def swatch(self, state: str) -> tuple[int, int, int]:
-        """The colour that the legend gives a state."""
+        """The legend's colour of a state."""
         script = """state => { const context = new OffscreenCanvas(1, 1).getContext("2d");
             context.fillStyle = getComputedStyle(document.querySelector(`.swatch.${state}`)).backgroundColor;
             context.fillRect(0, 0, 1, 1); return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3) }"""
@@ -85,8 +86,8 @@ class Tab:
         return red, green, blue
 
 
-def until(condition: Callable[[], Any], page: Page, what: str) -> None:
+def until(condition: Callable[[], Any], page: Page, message: str) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, message
         page.wait_for_timeout(30)

@@ -1,4 +1,4 @@
-"""For tests that attack a server: ways to speak to it, and what has to hold afterwards."""
+"""Clients for tests that attack a server, and checks of its state afterwards."""
 
 import http.client
 import json
@@ -12,8 +12,8 @@ from quire.serving.http.files import StoredFile
 
 JSON = {"Content-Type": "application/json"}
 TURN = [{"role": "user", "content": "hello"}]
-FILE = "file-0"  # of one request, where `with_file` put it
-BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
+FILE = "file-0"  # the ID of the file of `with_file`
+BODIES: dict[str, dict[str, Any]] = {  # a minimal body of each endpoint
     "/v1/completions": {"prompt": "hello", "max_tokens": 2},
     "/v1/chat/completions": {"messages": TURN, "max_tokens": 2},
     "/v1/chat/completions/batch": {"messages": [TURN], "max_tokens": 2},
@@ -43,17 +43,17 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/api/show": {"model": "quill"},
     "/api/pull": {"model": "quill"},
 }
-# how they are answered: a model that writes has no classes
+# their statuses: a generative model has no classes
 GOOD = dict.fromkeys(BODIES, 200) | {"/classify": 400}
 
 
-def told(path: str, text: str) -> dict[str, Any]:
-    """The least that an endpoint takes, with a text of one's own."""
+def minimal_body(path: str, text: str) -> dict[str, Any]:
+    """The minimal body of an endpoint with another text."""
     return json.loads(json.dumps(BODIES[path]).replace('"hello"', json.dumps(text)))
 
 
 def with_file(service: Any, *keys: str | None) -> None:
-    """Keep a file of one request for batches, for each of the tenants."""
+    """Store a batch file of one request for each tenant."""
     line = {
         "custom_id": "a",
         "method": "POST",
@@ -68,7 +68,7 @@ def with_file(service: Any, *keys: str | None) -> None:
 
 
 class Client:
-    """One connection, opened again where the server has closed it."""
+    """One connection, reopened if the server has closed it."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None, timeout: float = 300.0):
         self.host, port = url.removeprefix("http://").split(":")
@@ -77,12 +77,12 @@ class Client:
         self.connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
-        """(status, headers, bytes) of one exchange; without headers of its own a body is JSON."""
+        """Send a request; returns (status, headers, body). Without `headers` the body is JSON."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        own = (JSON if data is not None else {}) if headers is None else headers
+        request_headers = (JSON if data is not None else {}) if headers is None else headers
         for last in (False, True):
             try:
-                self.connection.request(method, path, data, self.headers | own)
+                self.connection.request(method, path, data, self.headers | request_headers)
                 response = self.connection.getresponse()
                 return response.status, response.headers, response.read()
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
@@ -92,7 +92,7 @@ class Client:
         raise AssertionError
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """(status, what the JSON says)."""
+        """(status, parsed JSON body)."""
         status, _, raw = self.ask("POST", path, body, JSON | headers)
         return status, json.loads(raw)
 
@@ -100,17 +100,17 @@ class Client:
         return self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
 
     def events(self, path: str, body: dict[str, Any]) -> list[tuple[float, Any]]:
-        """(when it came, what it says) of every event of a stream; [DONE] as a string."""
+        """(arrival time, data) of every event of a stream; [DONE] as a string."""
         self.connection.request(
             "POST", path, json.dumps(body | {"stream": True}), self.headers | JSON
         )
         response = self.connection.getresponse()
-        found = []
+        events = []
         while line := response.readline():
             if line.startswith(b"data: "):
                 text = line[6:].decode().strip()
-                found.append((time.monotonic(), text if text == "[DONE]" else json.loads(text)))
-        return found
+                events.append((time.monotonic(), text if text == "[DONE]" else json.loads(text)))
+        return events
 
     def close(self) -> None:
         self.connection.close()
@@ -123,7 +123,7 @@ class Client:
 
 
 class Canary:
-    """Knows what the server answers when all is well."""
+    """Repeats a request whose answer from the healthy server is known."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None):
         self.url = url
@@ -136,17 +136,17 @@ class Canary:
             status, body = client.complete("Once upon a time", max_tokens=16)
         return status, body["choices"][0]["text"] if status == 200 else str(body)
 
-    def sings(self, seconds: float = 10.0) -> float:
-        """The known answer, in time; how long it took."""
-        began = time.monotonic()
+    def check_answer(self, seconds: float = 10.0) -> float:
+        """Check that the known answer comes in time; returns the seconds that it took."""
+        start = time.monotonic()
         assert self.ask() == self.answer
-        took = time.monotonic() - began
-        assert took < seconds, f"the canary took {took:.1f} s"
-        return took
+        seconds_taken = time.monotonic() - start
+        assert seconds_taken < seconds, f"the canary took {seconds_taken:.1f} s"
+        return seconds_taken
 
 
 def text_of(events: list[tuple[float, Any]]) -> str:
-    """What a stream of /v1/completions says."""
+    """The text of a stream of /v1/completions."""
     return "".join(
         event["choices"][0]["text"] for _, event in events if event != "[DONE]" and event["choices"]
     )
@@ -155,23 +155,23 @@ def text_of(events: list[tuple[float, Any]]) -> str:
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
     """A connection for raw bytes."""
     host, port = url.removeprefix("http://").split(":")
-    found = socket.socket()
+    connections = socket.socket()
     if receive_buffer is not None:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    found.settimeout(120)
-    found.connect((host, int(port)))
-    return found
+        connections.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connections.settimeout(120)
+    connections.connect((host, int(port)))
+    return connections
 
 
 def memory(pid: int | None = None) -> int:
-    """Bytes that a process has in memory."""
+    """Resident memory of a process in bytes."""
     return psutil.Process(pid).memory_info().rss
 
 
 def settled(engine: Any, seconds: float = 60.0) -> None:
-    """Nothing runs, and every page is free or kept."""
-    until = time.monotonic() + seconds
-    while (engine.busy or engine.requests) and time.monotonic() < until:
+    """Wait until nothing runs; every page must be free or cached."""
+    deadline = time.monotonic() + seconds
+    while (engine.busy or engine.requests) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not engine.busy and not engine.requests
     engine.scheduler.check()

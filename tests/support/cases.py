@@ -1,7 +1,7 @@
-"""What tests leave out for each change: cases, and random ones in number.
+"""Test cases that `make test` and `make check` leave out.
 
-`make test` and `make check` draw a tenth (but a few at least), `make test-all` all; QUIRE_CASES=10
-looks ten times as long.
+They draw a tenth of the random cases (but a few at least), `make test-all` draws all;
+QUIRE_CASES=10 draws ten times as many.
 """
 
 import os
@@ -14,19 +14,20 @@ FACTOR = float(os.environ.get("QUIRE_CASES", "1"))
 
 
 def cases(number: int, least: int = 5) -> int:
+    """The number of random cases to draw, of `number` in a full run."""
     return max(round(number * FACTOR), min(number, least))
 
 
-def thinned(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """The values of a parameter, of which `make test` and `make check` have those that are kept."""
+def thinned(values: Iterable[Any], quick_values: Collection[Any]) -> list[Any]:
+    """Values of a parameter; `make test` and `make check` run only the `quick_values`."""
     return [
-        value if value in kept else pytest.param(value, marks=pytest.mark.nightly)
+        value if value in quick_values else pytest.param(value, marks=pytest.mark.nightly)
         for value in values
     ]
 
 
 def nightly_from(number: int, cases: Sequence[tuple]) -> list[Any]:
-    """The cases of a test, of which `make test` and `make check` have the first ones."""
+    """Cases of a test; `make test` and `make check` run only the first `number`."""
     return [
         *cases[:number],
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in cases[number:]),

@@ -1,6 +1,4 @@
-"""Chat templates in the manner of the well-known families, each with conversations and the prompts
-they must give.
-"""
+"""Chat templates like those of well-known families, with conversations and expected prompts."""
 
 # ruff: noqa: E501 - a prompt is one line, however long
 

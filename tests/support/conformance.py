@@ -1,10 +1,9 @@
-"""docs/api.md: what the server takes and what official clients do with it.
+"""docs/api.md: the fields of the server's endpoints and the calls of official clients.
 
 `python tests/support/conformance.py` prints the page; with `--check` it compares.
 
-The fields come from the protocols' own tables, and tests/http/test_conformance.py holds each row
-against what a request becomes. The clients' rows are the tests that say with `shows` what they
-show.
+The fields come from the tables of the protocols, and tests/http/test_conformance.py compares each
+row with a parsed request. The clients' rows are the tests that are marked with `shows`.
 """
 
 import importlib
@@ -47,8 +46,8 @@ from quire.serving.protocol.fields import STREAM_OPTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 CLIENTS = ("test_clients_openai", "test_stored", "test_batches", "test_clients_anthropic")
-sys.path.append(str(Path(__file__).parents[1] / "http"))  # where these are
-BEYOND = {  # what the OpenAPI document leaves out
+sys.path.append(str(Path(__file__).parents[1] / "http"))  # the folder of CLIENTS
+EXTRA_SUMMARIES = {  # endpoints that are not in the OpenAPI document
     "/live": "The page's data, as server-sent events.",
     "/openapi.json": "These endpoints as an OpenAPI document.",
     "/reset_prefix_cache": "Empty the prefix cache.",
@@ -77,7 +76,7 @@ given. A field that is in no table is refused too. Of messages other servers kno
 here are ignored, and `X-Ignored-Fields` in the answer names them, as does the log, once. Stored responses,
 conversations, files and batches are in the memory of one server and end with it, unless `--state-dir` names a folder
 for them ([deploy.md](deploy.md#stored-state)). One of several replicas does not know what another stores."""
-FAILURES = """\
+ERRORS_INTRODUCTION = """\
 An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":
 {"type", "message"}}`, at Ollama's paths `{"error": "..."}`. In a stream that has begun it is an event, at
 `/v1/responses` `response.failed`, at Ollama's paths the last line.
@@ -99,10 +98,10 @@ STATUSES = {
     500: "A step of the engine failed; the request can be sent again.",
     503: "The server shuts down, or the model or its engine has failed.",
 }
-SEEN = "Each row is a test with the official client against a server over a socket."
-ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+CLIENTS_INTRODUCTION = "Each row is a test with the official client against a server over a socket."
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
-VALUES: dict[str, Any] = {  # for each field that is applied a value that is not the one without it
+VALUES: dict[str, Any] = {  # for each applied field a value that differs from its default
     "n": 3,
     "presence_penalty": 0.5,
     "frequency_penalty": -1,
@@ -196,26 +195,26 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "output_expires_after": {"anchor": "created_at", "seconds": 3600},
     "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
 }
-NEEDS: dict[str, dict[str, Any]] = {  # what else a field asks for, wherever it is
+NEEDS: dict[str, dict[str, Any]] = {  # fields that a field needs beside it, at any endpoint
     "truncation_side": {"truncate_prompt_tokens": 5}, "length_penalty": {"use_beam_search": True},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A path whose body has fields."""
+    """A path whose request body has fields."""
 
     path: str
     parse: Callable[[Any], Any]
-    base: Mapping[str, Any]  # a body that is answered
+    base: Mapping[str, Any]  # a valid body
     labels: Sequence[str] = ()
     neutral: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)  # where a name means something else
-    needs: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else a field asks for
+    values: Mapping[str, Any] = field(default_factory=dict)  # instead of VALUES
+    required_with: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # beside NEEDS
     # fields that are checked and change nothing, with a value
     idle: Mapping[str, Any] = field(default_factory=dict)
-    # what stands in fields that are objects
+    # members of fields that are objects
     inside: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -230,7 +229,10 @@ OBJECTS = {
 }
 CHAT = {
     "messages[].role": chat.ROLES,
-    **{f"messages[] of {role}": ("content", "name", *own) for role, own in chat.OWN_FIELDS.items()},
+    **{
+        f"messages[] of {role}": ("content", "name", *names)
+        for role, names in chat.OWN_FIELDS.items()
+    },
     "messages[].content[].type": ("text",),
     "tools[].type": tuple(tools.KINDS),
     "tools[].custom.format.type": tuple(tools.FORMATS),
@@ -239,13 +241,13 @@ CHAT = {
     "tool_choice.type": (*tools.KINDS, "allowed_tools"),
     "verbosity": fields.VERBOSITIES,
 }
-FLAT = {"type": "function", "name": "f", "parameters": {}}
-INPUT = {"name": "f", "input_schema": {}}
-KEPT = {"previous_response_id": "resp_1", "conversation": "conv_1"}
-STREAMS = {"stream_options": {"stream": True}}
-SCORED = dict.fromkeys(("top_logprobs", "logprob_token_ids"), {"logprobs": True})
+RESPONSES_TOOL = {"type": "function", "name": "f", "parameters": {}}
+MESSAGES_TOOL = {"name": "f", "input_schema": {}}
+STORED_FIELDS = {"previous_response_id": "resp_1", "conversation": "conv_1"}
+STREAM_NEEDS = {"stream_options": {"stream": True}}
+LOGPROB_NEEDS = dict.fromkeys(("top_logprobs", "logprob_token_ids"), {"logprobs": True})
 
-OF_OLLAMA = {
+OLLAMA_VALUES = {
     "options": {"seed": 1},
     "keep_alive": 0,
     "stream": False,
@@ -258,8 +260,8 @@ OF_OLLAMA = {
 OLLAMA_OBJECTS = {"options": tuple(ollama_fields.OPTIONS)}
 
 
-def kept(name: str, field: str) -> list[dict[str, Any]]:
-    """What is stored under a name."""
+def stored_items(name: str, field: str) -> list[dict[str, Any]]:
+    """A stored response or conversation of this name."""
     return responses.input_items(name)
 
 
@@ -267,22 +269,22 @@ ENDPOINTS = [
     Endpoint(
         "/v1/chat/completions",
         chat.parse,
-        ASK,
+        CHAT_BODY,
         chat.LABELS,
         chat.NEUTRAL,
         chat.REFUSED,
-        needs={**SCORED, **STREAMS},
+        required_with={**LOGPROB_NEEDS, **STREAM_NEEDS},
         inside=CHAT | OBJECTS,
     ),
     Endpoint(
         "/v1/chat/completions/batch",
         chat.parse_batch,
-        {"messages": [ASK["messages"]] * 2},
+        {"messages": [CHAT_BODY["messages"]] * 2},
         chat.LABELS,
         chat.NEUTRAL,
         chat.REFUSED,
-        values={"messages": [ASK["messages"]] * 3},
-        needs=SCORED,
+        values={"messages": [CHAT_BODY["messages"]] * 3},
+        required_with=LOGPROB_NEEDS,
     ),
     Endpoint(
         "/v1/completions",
@@ -291,21 +293,21 @@ ENDPOINTS = [
         fields.LABELS,
         refused=fields.VLLM_ONLY,
         values={"logprobs": 3},
-        needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS},
+        required_with={"logprob_token_ids": {"logprobs": 0}, **STREAM_NEEDS},
         inside=OBJECTS,
     ),
     Endpoint(
         "/v1/responses",
-        partial(responses.parse, history=kept),
+        partial(responses.parse, history=stored_items),
         {"input": "Hi"},
         responses.LABELS,
         responses.NEUTRAL,
         responses.REFUSED,
-        values={"tools": [FLAT], "store": False, "background": True, **KEPT},
-        needs={"top_logprobs": {"include": [responses.LOGPROBS]}},
+        values={"tools": [RESPONSES_TOOL], "store": False, "background": True, **STORED_FIELDS},
+        required_with={"top_logprobs": {"include": [responses.LOGPROBS]}},
         inside={
             "input[].type": tuple(responses.ITEMS),
-            **{f"input[] of {kind}": own for kind, own in responses.ITEMS.items()},
+            **{f"input[] of {kind}": names for kind, names in responses.ITEMS.items()},
             "input[].content[].type": tuple(responses.PARTS),
             "tools[].type": tuple(tools.KINDS),
             "tools[].format.type": tuple(tools.FORMATS),
@@ -324,21 +326,21 @@ ENDPOINTS = [
     ),
     Endpoint(
         "/v1/responses/input_tokens",
-        partial(responses.parse_count, history=kept),
+        partial(responses.parse_count, history=stored_items),
         {"input": "Hi"},
         (),
         responses.NEUTRAL,
         responses.REFUSED,
-        values={"tools": [FLAT], **KEPT},
+        values={"tools": [RESPONSES_TOOL], **STORED_FIELDS},
     ),
     Endpoint(
         "/v1/responses/compact",
-        partial(responses.parse_compact, history=kept),
+        partial(responses.parse_compact, history=stored_items),
         {"input": "Hi"},
         ("prompt_cache_key", "service_tier"),
         responses.NEUTRAL,
         responses.REFUSED,
-        values={**KEPT},
+        values={**STORED_FIELDS},
     ),
     Endpoint(
         "/v1/conversations",
@@ -349,11 +351,11 @@ ENDPOINTS = [
     Endpoint(
         "/v1/messages",
         messages.parse,
-        {**ASK, "max_tokens": 5},
+        {**CHAT_BODY, "max_tokens": 5},
         messages.LABELS,
         messages.NEUTRAL,
         messages.REFUSED,
-        values={"tools": [INPUT], "tool_choice": {"type": "none"}},
+        values={"tools": [MESSAGES_TOOL], "tool_choice": {"type": "none"}},
         inside={
             "messages[].role": tuple(messages.BLOCKS),
             **{f"blocks of {role}": tuple(kinds) for role, kinds in messages.BLOCKS.items()},
@@ -370,11 +372,11 @@ ENDPOINTS = [
     Endpoint(
         "/v1/messages/count_tokens",
         messages.parse_count,
-        ASK,
+        CHAT_BODY,
         messages.LABELS,
         messages.NEUTRAL,
         messages.REFUSED,
-        values={"tools": [INPUT], "tool_choice": {"type": "none"}},
+        values={"tools": [MESSAGES_TOOL], "tool_choice": {"type": "none"}},
     ),
     Endpoint(
         "/v1/messages/batches",
@@ -412,9 +414,9 @@ ENDPOINTS = [
         {"text_1": "a", "text_2": "b"},
         fields.LABELS,
         values={
-            name: {one: "c", other: "d"} for one, other in pooling.SIDES for name in (one, other)
+            name: {left: "c", right: "d"} for left, right in pooling.SIDES for name in (left, right)
         },
-        inside={"one of the pairs": [f"{one}, {other}" for one, other in pooling.SIDES]},
+        inside={"one of the pairs": [f"{left}, {right}" for left, right in pooling.SIDES]},
     ),
     Endpoint(
         "/generative_scoring",
@@ -429,7 +431,7 @@ ENDPOINTS = [
     Endpoint(
         "/tokenize",
         tokenizing.parse_tokenize,
-        ASK,
+        CHAT_BODY,
         values={"prompt": {"prompt": "Hi"}, "add_special_tokens": True},
     ),
     Endpoint(
@@ -441,9 +443,9 @@ ENDPOINTS = [
     Endpoint(
         "/api/chat",
         ollama.parse_chat,
-        {"model": "quill", **ASK},
-        values=OF_OLLAMA,
-        needs=SCORED,
+        {"model": "quill", **CHAT_BODY},
+        values=OLLAMA_VALUES,
+        required_with=LOGPROB_NEEDS,
         idle={"shift": True},
         inside=OLLAMA_OBJECTS
         | {
@@ -456,8 +458,8 @@ ENDPOINTS = [
         "/api/generate",
         ollama.parse_generate,
         {"model": "quill", "prompt": "Hi"},
-        values=OF_OLLAMA,
-        needs=SCORED,
+        values=OLLAMA_VALUES,
+        required_with=LOGPROB_NEEDS,
         idle={
             "shift": True,
             "template": "",
@@ -501,7 +503,7 @@ ENDPOINTS = [
 
 
 def shows(client: str, call: str) -> Callable:
-    """Marks a test as one that shows what a call of a client does; its docstring says what."""
+    """Mark a test that shows what a client's call does; its docstring describes that."""
 
     def mark(test: Callable) -> Callable:
         test.shows = (*getattr(test, "shows", ()), (client, call))  # type: ignore[attr-defined]
@@ -511,7 +513,7 @@ def shows(client: str, call: str) -> Callable:
 
 
 def shown() -> Iterator[tuple[str, str, str, str]]:
-    """(client, call, what is shown, name of the test) of every test that was marked."""
+    """(client, call, description, test name) of every marked test."""
     for name in CLIENTS:
         for test in vars(importlib.import_module(name)).values():
             for client, call in getattr(test, "shows", ()):
@@ -519,36 +521,39 @@ def shown() -> Iterator[tuple[str, str, str, str]]:
                 yield client, call, " ".join(test.__doc__.split("\n\n")[0].split()), test.__name__
 
 
-def takes(found: Mapping[str, Any]) -> str:
-    """A schema in words."""
-    if "anyOf" in found:
-        return " or ".join(takes(each) for each in found["anyOf"])
-    if "enum" in found or "const" in found:
+def describe_schema(schema_node: Mapping[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "anyOf" in schema_node:
+        return " or ".join(describe_schema(option) for option in schema_node["anyOf"])
+    if "enum" in schema_node or "const" in schema_node:
         return " or ".join(
-            f"`{json.dumps(value)}`" for value in found.get("enum", [found.get("const")])
+            f"`{json.dumps(value)}`"
+            for value in schema_node.get("enum", [schema_node.get("const")])
         )
-    kind = found.get("type")
+    kind = schema_node.get("type")
     if kind in ("integer", "number"):
-        return f"{kind} {limits(found)}".strip()
+        return f"{kind} {describe_limits(schema_node)}".strip()
     if kind == "array":
-        most = f" (up to {number(found['maxItems'])})" if "maxItems" in found else ""
-        return f"list{most} of {takes(found['items'])}"
+        limit = f" (up to {number(schema_node['maxItems'])})" if "maxItems" in schema_node else ""
+        return f"list{limit} of {describe_schema(schema_node['items'])}"
     return {"boolean": "true or false", "string": "text", "object": "object"}.get(kind, "")
 
 
-def limits(found: Mapping[str, Any]) -> str:
-    low, above, high = (found.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
+def describe_limits(schema_node: Mapping[str, Any]) -> str:
+    low, exclusive_low, high = (
+        schema_node.get(name) for name in ("minimum", "exclusiveMinimum", "maximum")
+    )
     if high in (INT32_MAX, None):
         return "" if low is None else f"from {number(low)}"
     return (
-        f"above {number(above)}, up to {number(high)}"
-        if above is not None
+        f"above {number(exclusive_low)}, up to {number(high)}"
+        if exclusive_low is not None
         else f"{number(low)} to {number(high)}"
     )
 
 
 def number(value: Any) -> str:
-    """Powers of two as such, where they are large."""
+    """Format a number; large powers of two as 2^n."""
     size = int(abs(value)).bit_length()
     if abs(value) > 1 << 40:
         return (
@@ -567,75 +572,75 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence
 
 
 def rows_of(endpoint: Endpoint) -> Iterator[tuple[str, str, str]]:
-    """(field, what becomes of it, what it takes or why it is refused)."""
-    own = schema.FIELDS | schema.SCHEMAS_BY_PATH.get(endpoint.path, {})
+    """(field, status, accepted values or the reason of the refusal)."""
+    field_schemas = schema.FIELDS | schema.SCHEMAS_BY_PATH.get(endpoint.path, {})
     needed = schema.BODIES[endpoint.path][1]
     for name in endpoint.fields:
         if name in endpoint.labels:
             yield f"`{name}`", "label without effect", "anything"
             continue
-        what = takes(own.get(name, {})) or "see below"
+        description = describe_schema(field_schemas.get(name, {})) or "see below"
         if name in endpoint.idle:
-            yield f"`{name}`", "checked, without effect", what
+            yield f"`{name}`", "checked, without effect", description
             continue
-        yield f"`{name}`", "applied, must be given" if name in needed else "applied", what
-    for name, nothing in endpoint.neutral.items():
+        yield f"`{name}`", "applied, must be given" if name in needed else "applied", description
+    for name, neutral_value in endpoint.neutral.items():
         if name not in endpoint.fields:
             yield (
                 f"`{name}`",
                 "refused",
-                f"is not implemented; `{json.dumps(nothing)}`, which asks for nothing, may stand",
+                f"is not implemented; `{json.dumps(neutral_value)}`, which asks for nothing, may stand",
             )
-    for name, why in endpoint.refused.items():
-        yield f"`{name}`", "refused", why
+    for name, reason in endpoint.refused.items():
+        yield f"`{name}`", "refused", reason
 
 
 def section(endpoint: Endpoint) -> str:
     about = openapi.SUMMARIES[endpoint.path]
-    found = (
+    text = (
         "## "
         f"{endpoint.path}\n\n{about}\n\n{table(('field', 'here', 'takes, or why not'), rows_of(endpoint))}\n"
     )
     if endpoint.inside:
         inside = [
-            (f"`{where}`", ", ".join(f"`{name}`" for name in names))
-            for where, names in endpoint.inside.items()
+            (f"`{location}`", ", ".join(f"`{name}`" for name in names))
+            for location, names in endpoint.inside.items()
         ]
-        found += f"\n{table(('in it', 'may be'), inside)}\n"
-    return found
+        text += f"\n{table(('in it', 'may be'), inside)}\n"
+    return text
 
 
 def routes() -> Iterator[tuple[str, str, str]]:
-    """(path, method, what it is for)."""
-    about = openapi.SUMMARIES | BEYOND
+    """(path, method, purpose)."""
+    about = openapi.SUMMARIES | EXTRA_SUMMARIES
     for path in app.PROTOCOLS:
         yield f"`{path}`", "POST", about[path]
     for routes in (tokens_paths.ROUTES, pooled.ROUTES, status.ROUTES, ollama_paths.ROUTES):
         for method, path in (route for route in routes if route not in openapi.OTHER_ROUTES):
             yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
-    for (method, path), what in openapi.OTHER_ROUTES.items():
-        yield f"`{path}`", method, what
-    for path, what in openapi.INFO.items():
-        yield f"`{path}`", "GET", f"{what} With `--enable-tokenizer-info-endpoint`."
+    for (method, path), purpose in openapi.OTHER_ROUTES.items():
+        yield f"`{path}`", method, purpose
+    for path, purpose in openapi.INFO.items():
+        yield f"`{path}`", "GET", f"{purpose} With `--enable-tokenizer-info-endpoint`."
     for method, path in admin.ROUTES | adapters.ROUTES:
         yield f"`{path}`", method, f"{about[path]} With `--admin`."
 
 
 def errors() -> Iterator[tuple[str, ...]]:
-    for code, why in STATUSES.items():
+    for code, reason in STATUSES.items():
         kinds = (
             shapes.error(code, "")["error"]["type"],
             message_answers.error(code, "")["error"]["type"],
         )
-        yield str(code), why, *(f"`{kind}`" for kind in kinds)
+        yield str(code), reason, *(f"`{kind}`" for kind in kinds)
 
 
 def document() -> str:
-    """The whole page."""
+    """The text of docs/api.md."""
     clients: dict[str, list[tuple[str, str, str]]] = {}
-    for client, call, what, test in shown():
-        clients.setdefault(client, []).append((call, what, f"`{test}`"))
-    parts = [
+    for client, call, summary, test in shown():
+        clients.setdefault(client, []).append((call, summary, f"`{test}`"))
+    blocks = [
         (
             "# The HTTP interface\n\nWritten by `python tests/support/conformance.py > "
             "docs/api.md`; do not edit.\n"
@@ -643,13 +648,13 @@ def document() -> str:
         textwrap.fill(INTRODUCTION, 120) + "\n",
         f"## Endpoints\n\n{table(('path', 'method', 'what it is for'), list(routes()))}\n",
         *map(section, ENDPOINTS),
-        f"## Errors\n\n{textwrap.fill(FAILURES, 120)}\n\n"
+        f"## Errors\n\n{textwrap.fill(ERRORS_INTRODUCTION, 120)}\n\n"
         f"{table(('status', 'when', 'type', 'at /v1/messages'), list(errors()))}\n",
-        f"## What official clients do here\n\n{textwrap.fill(SEEN, 120)}\n",
+        f"## What official clients do here\n\n{textwrap.fill(CLIENTS_INTRODUCTION, 120)}\n",
     ]
     for client, calls in clients.items():
-        parts.append(f"### {client}, Python\n\n{table(('call', 'what it does', 'test'), calls)}\n")
-    return "\n".join(parts)
+        blocks.append(f"### {client}, Python\n\n{table(('call', 'what it does', 'test'), calls)}\n")
+    return "\n".join(blocks)
 
 
 def main() -> None:

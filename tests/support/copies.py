@@ -1,17 +1,17 @@
-"""What GPU kernels copy from the card's memory, counted in Pallas' interpreter."""
+"""Copies of GPU kernels from device memory, recorded in Pallas' interpreter."""
 
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 
-def counted(monkeypatch) -> list:
-    """The arrays that kernels copy to shared memory from now on."""
+def record_copies(monkeypatch) -> list:
+    """A list that collects the arrays which kernels copy to shared memory."""
     copied = []
     execute = gpu_callbacks.DeviceLocalMemoryTransfer.execute
 
-    def watched(self, token):
-        done = execute(self, token)
+    def recording_execute(self, token):
+        result = execute(self, token)
         copied.append(self.data)
-        return done
+        return result
 
-    monkeypatch.setattr(gpu_callbacks.DeviceLocalMemoryTransfer, "execute", watched)
+    monkeypatch.setattr(gpu_callbacks.DeviceLocalMemoryTransfer, "execute", recording_execute)
     return copied

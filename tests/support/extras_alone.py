@@ -1,7 +1,7 @@
 """Environments with what `quire` and one of its extras declare, and nothing else.
 
-Every installed distribution that the requirements lead to is linked into a virtual environment.
-Those of the tests and of other extras are not there, as on a user's machine.
+Every installed distribution in the closure of the requirements is linked into a virtual
+environment, without those of the tests and of other extras, as on a user's machine.
 """
 
 import csv
@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {name: tuple(lines) for name, lines in PROJECT["optional-dependencies"].items()}
-# Wheels of drivers and runtimes for devices, which are installed only where such a device is.
+# Wheels of device drivers and runtimes, installed only on machines with such a device.
 FOR_DEVICES = "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "flashinfer-python"
 GPU_COMPILER = Path(sys.prefix, "gpu-compiler")  # where `make gpu-compiler` installs
 IMPORTS = """
@@ -38,47 +38,45 @@ print(json.dumps(errors))
 
 
 def requirements(extra: str | None) -> list[str]:
-    """What `quire[extra]` declares."""
+    """Requirements of `quire[extra]`."""
     return [*PROJECT["dependencies"], *(EXTRAS[extra] if extra else ())]
 
 
 def closure(lines: Iterable[str]) -> tuple[dict[str, importlib.metadata.Distribution], set[str]]:
-    """The distributions that requirements lead to, by name, and the names of those that are not
-    installed here.
-    """
-    found: dict[str, importlib.metadata.Distribution] = {}
+    """The closure of requirements: installed distributions by name, and names of missing ones."""
+    distributions: dict[str, importlib.metadata.Distribution] = {}
     missing: set[str] = set()
-    seen: set[tuple[str, str]] = set()
+    visited: set[tuple[str, str]] = set()
     todo = [(Requirement(line), "") for line in lines]
     while todo:
         requirement, of_extra = todo.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": of_extra}):
             continue
         name = canonicalize_name(requirement.name)
-        if name not in found:
+        if name not in distributions:
             try:
-                found[name] = importlib.metadata.distribution(name)
+                distributions[name] = importlib.metadata.distribution(name)
             except importlib.metadata.PackageNotFoundError:
                 missing.add(name)
                 continue
-        assert requirement.specifier.contains(found[name].version, prereleases=True), (
+        assert requirement.specifier.contains(distributions[name].version, prereleases=True), (
             f"{requirement} is not met"
         )
         for extra in {"", *requirement.extras}:
-            if (name, extra) not in seen:
-                seen.add((name, extra))
-                todo += [(Requirement(line), extra) for line in found[name].requires or ()]
-    return found, missing
+            if (name, extra) not in visited:
+                visited.add((name, extra))
+                todo += [(Requirement(line), extra) for line in distributions[name].requires or ()]
+    return distributions, missing
 
 
 def make(folder: Path, *extras: str) -> Path:
     """A virtual environment of `quire` with these extras; returns its Python."""
     lines = requirements(None) + [line for extra in extras for line in EXTRAS[extra]]
-    found, missing = closure(lines)
+    distributions, missing = closure(lines)
     assert missing <= {*FOR_DEVICES}, f"{sorted(missing - {*FOR_DEVICES})} are not installed here"
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    link(found.values(), site)
+    link(distributions.values(), site)
     (site / "quire").symlink_to(ROOT)
     if GPU_COMPILER.is_dir():
         (folder / GPU_COMPILER.name).symlink_to(GPU_COMPILER)
@@ -86,41 +84,41 @@ def make(folder: Path, *extras: str) -> Path:
 
 
 def link(distributions: Iterable[importlib.metadata.Distribution], site: Path) -> None:
-    """Link the files of distributions; whole folders where no other distribution has a part of
-    them.
-    """
+    """Link the files of distributions; whole folders where no other distribution shares them."""
     count = Counter(
         top
-        for each in importlib.metadata.distributions()
-        for top in {file[0] for file in files(each)}
+        for distribution in importlib.metadata.distributions()
+        for top in {file[0] for file in files(distribution)}
     )
-    for each in distributions:
-        source = Path(each.locate_file(""))
-        for part in {Path(file[0]) if count[file[0]] == 1 else Path(*file) for file in files(each)}:
-            (site / part).parent.mkdir(parents=True, exist_ok=True)
-            if not (site / part).exists():  # two may have the same file of a namespace
-                (site / part).symlink_to(source / part)
+    for distribution in distributions:
+        source = Path(distribution.locate_file(""))
+        for path in {
+            Path(file[0]) if count[file[0]] == 1 else Path(*file) for file in files(distribution)
+        }:
+            (site / path).parent.mkdir(parents=True, exist_ok=True)
+            if not (
+                site / path
+            ).exists():  # two distributions may share a file of a namespace package
+                (site / path).symlink_to(source / path)
 
 
 def files(distribution: importlib.metadata.Distribution) -> Iterator[tuple[str, ...]]:
-    """The parts of the paths of its files below site-packages; compiled modules are left out."""
+    """Path components of its files below site-packages, without compiled modules."""
     for row in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
-        parts = tuple(row[0].split("/"))
-        if parts[0] != ".." and "__pycache__" not in parts:
-            yield parts
+        components = tuple(row[0].split("/"))
+        if components[0] != ".." and "__pycache__" not in components:
+            yield components
 
 
 def import_errors(python: Path, modules: Iterable[str]) -> dict[str, str]:
-    """Import modules in such an environment, all in one process; the messages of those that cannot
-    be imported.
-    """
-    done = run(python, IMPORTS, *modules)
-    assert not done.returncode, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """Import modules in such an environment, all in one process; returns errors by module."""
+    completed = run(python, IMPORTS, *modules)
+    assert not completed.returncode, completed.stderr[-2000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def run(python: Path, code: str, *args: str, **env: str) -> subprocess.CompletedProcess:
-    """Run code in such an environment, which inherits no path to other packages."""
+    """Run code in such an environment, without inherited paths to other packages."""
     clean = {
         name: value
         for name, value in os.environ.items()

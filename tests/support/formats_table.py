@@ -1,7 +1,6 @@
-"""The tables of docs/quantisation.md, made of the code: what each format is, and what published
-checkpoints become.
+"""The tables of docs/quantisation.md: formats, and how published checkpoints are stored.
 
-`python tests/support/formats_table.py` writes them anew.
+`python tests/support/formats_table.py` rewrites them.
 """
 
 from pathlib import Path
@@ -70,12 +69,12 @@ MXFP4 = NVFP4 | {"strategy": "group", "group_size": 32}
 
 
 def torchao(kind: str, **data) -> dict:
-    """quantization_config of one of torchao's configs."""
+    """The quantization_config of a torchao config."""
     return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data}}}
 
 
 def compressed(weights: dict, activations: dict | None, form: str) -> dict:
-    """quantization_config of compressed-tensors with one group."""
+    """The quantization_config of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
@@ -146,15 +145,15 @@ PUBLISHED = (
 )
 
 
-def spec(name: str):
-    """A matrix of some size in a format."""
+def matrix_spec(name: str):
+    """The specs of a square matrix in a format."""
     return quant.packed(
         name, ArraySpec((SIZE, SIZE), jnp.bfloat16, (None, None), fan_in=SIZE, inputs=(0,))
     )
 
 
-def on_hopper(node) -> str:
-    """Whether the products' kernels for NVIDIA GPUs take it."""
+def gpu_kernel_support(node) -> str:
+    """Whether the GPU kernels for matrix products support a node: "yes" or "no"."""
     try:
         jax.eval_shape(
             lambda weight: prepare.as_gpu_matrix(weight).array,
@@ -165,13 +164,13 @@ def on_hopper(node) -> str:
     return "yes"
 
 
-def formats() -> list[str]:
+def format_rows() -> list[str]:
     rows = [
         "| format | bits per weight | activations | CPU kernel | GPU kernel | split by columns |",
         "|---|---|---|---|---|---|",
     ]
     for name in NAMES:
-        node = spec(name)
+        node = matrix_spec(name)
         assert isinstance(node, Rounded)
         rounds = {"int8": "int8", "float8": "FP8"}.get(node.rounds or "", "-")
         bits = 8 * nbytes(node) / SIZE**2
@@ -183,36 +182,38 @@ def formats() -> list[str]:
             rounds += ", int8 on request"
         splits = "yes" if quant.splits(name) else "no"
         rows.append(
-            f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {on_hopper(node)} | {splits} |"
+            f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {gpu_kernel_support(node)} | {splits} |"
         )
     return rows
 
 
-def published() -> list[str]:
+def published_rows() -> list[str]:
     rows = ["| published as | stored as |", "|---|---|"]
     for label, config in PUBLISHED:
         stored = split_quantization({"quantization_config": config})[1]
         assert stored is not None
-        rows.append(f"| {label} | {kept(stored.quant)} |")
-    found: dict[str, list[str]] = {}
+        rows.append(f"| {label} | {stored_as(stored.quant)} |")
+    kinds_by_name: dict[str, list[str]] = {}
     for kind, name in KEPT.items():
-        found.setdefault(name, []).append(kind)
-    rows += [f"| GGUF: {', '.join(kinds)} | {kept(name)} |" for name, kinds in found.items()]
-    return [*rows, f"| GGUF: all other types | {kept(None)} |"]
+        kinds_by_name.setdefault(name, []).append(kind)
+    rows += [
+        f"| GGUF: {', '.join(kinds)} | {stored_as(name)} |" for name, kinds in kinds_by_name.items()
+    ]
+    return [*rows, f"| GGUF: all other types | {stored_as(None)} |"]
 
 
-def kept(name: str | None) -> str:
+def stored_as(name: str | None) -> str:
     return "dequantised to the model's dtype" if name is None else f"`{name}`"
 
 
 def tables() -> str:
-    return "\n".join([BEGIN, "", *formats(), "", *published(), "", END])
+    return "\n".join([BEGIN, "", *format_rows(), "", *published_rows(), "", END])
 
 
 def page(text: str) -> str:
-    """The page with the tables in their place."""
-    before, _, rest = text.partition(BEGIN)
-    return before + tables() + rest.partition(END)[2]
+    """The page with its tables replaced."""
+    head, _, tail = text.partition(BEGIN)
+    return head + tables() + tail.partition(END)[2]
 
 
 if __name__ == "__main__":

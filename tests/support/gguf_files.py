@@ -1,6 +1,4 @@
-"""Tiny models as GGUF files: those of the golden tests, from config.json and weights that follow
-from their names.
-"""
+"""The tiny models of the golden tests as GGUF files, from config.json and seeded weights."""
 
 import dataclasses
 import importlib
@@ -20,8 +18,7 @@ from quire.tests.support.golden.families_states import FALCON_H1
 from quire.tests.support.golden.folder import draw
 from quire.tests.support.golden.variant import Variant
 
-# Rotary embeddings that llama.cpp does not know, weights in a format, biases of convolutions, and
-# scores in two parts.
+# RoPE variants that llama.cpp lacks, quantised weights and convolution biases.
 LEFT_OUT = {
     "gpt-oss",
     "lfm2-plain",
@@ -31,8 +28,7 @@ LEFT_OUT = {
     "phimoe-longrope",
 }
 ONES = {key: 1.0 for key in FALCON_H1 if key.endswith("_multiplier")}
-# Falcon-H1's multipliers are folded into its weights, and Granite's layers beside Mamba do not
-# rotate.
+# Falcon-H1's multipliers are folded into its weights; Granite's attention layers have no RoPE.
 WITHOUT = {
     "model_type": "falcon_h1",
     "mlp_multipliers": [1.0] * 2,
@@ -46,7 +42,7 @@ CHANGED = {
 
 
 def written() -> Iterator[Variant]:
-    """The tiny models that there are files of, of those that see the part that reads."""
+    """The tiny models with GGUF files; of multimodal models the text model."""
     for variant in VARIANTS:
         hf = variant.config.get("text_config", variant.config)
         if hf["model_type"] in gguf_written.ARCHITECTURES and variant.name not in LEFT_OUT:
@@ -61,15 +57,15 @@ def family(hf: dict[str, Any]) -> Any:
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint, in its usual form."""
+    """Shapes of a checkpoint's tensors by name."""
     sources = jax.tree.leaves(
         loader.weight_sources(config), is_leaf=lambda node: isinstance(node, Source)
     )
-    return {part.name: part.shape for source in sources for part in source.parts}
+    return {tensor.name: tensor.shape for source in sources for tensor in source.parts}
 
 
 class File:
-    """A tiny model's checkpoint, and the file made of it."""
+    """A tiny model's checkpoint, and the metadata and tensors of its GGUF file."""
 
     def __init__(self, name: str):
         self.variant = WRITTEN[name]
@@ -79,7 +75,7 @@ class File:
         self.checkpoint = {
             name: draw(name, shape, 3, hf["model_type"]) for name, shape in shapes.items()
         }
-        # Nemotron-H counts each block
+        # Nemotron-H's block count includes MLP blocks
         blocks = hf.get("hybrid_override_pattern", self.made_from.layers)
         self.metadata = gguf_written.metadata(hf, len(blocks))
         self.tensors = gguf_written.tensors(hf, self.checkpoint) | gguf_written.factors(hf)

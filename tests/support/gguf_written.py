@@ -1,4 +1,4 @@
-"""A tiny model as llama.cpp's converter writes it: its metadata and its tensors, from config.json
+"""GGUF metadata and tensors of a tiny model, as llama.cpp's converter makes them from config.json
 and a checkpoint.
 """
 
@@ -56,8 +56,8 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
 }
-# keys of config.json, and what they are called in a file; more than one may say the same
-NUMBERS = {
+# keys of config.json -> keys of a GGUF file; several may have the same meaning
+KEYS = {
     "hidden_size": "embedding_length",
     "max_position_embeddings": "context_length",
     "intermediate_size": "feed_forward_length",
@@ -118,7 +118,7 @@ NUMBERS = {
     "num_heads": "ssm.time_step_rank",
     "mamba_num_heads": "ssm.time_step_rank",
 }
-ENDS = {
+TENSOR_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
@@ -128,7 +128,7 @@ ENDS = {
     "lm_head.weight": "output.weight",
     "lm_head.bias": "output.bias",
 }
-PARTS = {
+LAYER_TENSOR_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -167,9 +167,18 @@ PARTS = {
     "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
 }
-SHARED = ("mlp.shared_experts", "mlp.shared_expert", "mlp.shared_mlp", "feed_forward.shared_expert")
-PARTS |= {f"{where}.{x}_proj": f"ffn_{x}_shexp" for where in SHARED for x in ("gate", "up", "down")}
-PARTS |= {  # of layers that keep a state, and of models whose layers are one block each
+SHARED_EXPERTS = (
+    "mlp.shared_experts",
+    "mlp.shared_expert",
+    "mlp.shared_mlp",
+    "feed_forward.shared_expert",
+)
+LAYER_TENSOR_NAMES |= {
+    f"{block}.{x}_proj": f"ffn_{x}_shexp"
+    for block in SHARED_EXPERTS
+    for x in ("gate", "up", "down")
+}
+LAYER_TENSOR_NAMES |= {  # recurrent layers, and models whose layers are one block each
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -183,17 +192,21 @@ PARTS |= {  # of layers that keep a state, and of models whose layers are one bl
     "mixer.down_proj": "ffn_down",
     "pre_ff_layernorm.weight": "ffn_norm",
 }
-for where in ("linear_attn", "mamba", "mixer"):
-    PARTS |= {
-        f"{where}.in_proj": "ssm_in",
-        f"{where}.conv1d": "ssm_conv1d",
-        f"{where}.A_log": "ssm_a",
+for block in ("linear_attn", "mamba", "mixer"):
+    LAYER_TENSOR_NAMES |= {
+        f"{block}.in_proj": "ssm_in",
+        f"{block}.conv1d": "ssm_conv1d",
+        f"{block}.A_log": "ssm_a",
     }
-    PARTS |= {f"{where}.D": "ssm_d", f"{where}.dt_bias": "ssm_dt.bias", f"{where}.norm": "ssm_norm"}
-    PARTS |= {f"{where}.out_proj": "ssm_out"}
-PARTS |= {f"mixer.{x}_proj": f"attn_{x}" for x in "qkv"}
-PARTS |= {f"mixer.shared_experts.{x}_proj": f"ffn_{x}_shexp" for x in ("up", "down")}
-PARTS |= {  # of Gemma 4
+    LAYER_TENSOR_NAMES |= {
+        f"{block}.D": "ssm_d",
+        f"{block}.dt_bias": "ssm_dt.bias",
+        f"{block}.norm": "ssm_norm",
+    }
+    LAYER_TENSOR_NAMES |= {f"{block}.out_proj": "ssm_out"}
+LAYER_TENSOR_NAMES |= {f"mixer.{x}_proj": f"attn_{x}" for x in "qkv"}
+LAYER_TENSOR_NAMES |= {f"mixer.shared_experts.{x}_proj": f"ffn_{x}_shexp" for x in ("up", "down")}
+LAYER_TENSOR_NAMES |= {  # Gemma 4
     "layer_scalar": "layer_output_scale.weight",
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
@@ -205,9 +218,9 @@ PARTS |= {  # of Gemma 4
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
 }
-PARTS |= {f"feed_forward.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
-# Where attention has a norm before its block alone, a norm after it is the next block's.
-AFTER = (
+LAYER_TENSOR_NAMES |= {f"feed_forward.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
+# Elsewhere `post_attention_layernorm` is the norm before the MLP.
+POST_NORM_ARCHITECTURES = (
     "gemma4",
     "qwen35",
     "qwen35moe",
@@ -220,7 +233,7 @@ AFTER = (
     "glm4moe",
     "seed_oss",
 )
-PERMUTED = (
+PERMUTED_ARCHITECTURES = (
     "llama",
     "mistral3",
     "smollm3",
@@ -229,8 +242,8 @@ PERMUTED = (
     "granitehybrid",
     "nemotron_h_moe",
 )
-DELTA = ("qwen35", "qwen35moe", "qwen3next")
-EXPERT = {
+DELTA_NET_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next")
+EXPERT_MATRICES = {
     "w1": "gate",
     "w2": "down",
     "w3": "up",
@@ -240,70 +253,75 @@ EXPERT = {
 }
 
 
-def rounded(value: Any) -> Any:
-    """As a file holds it."""
+def as_float32(value: Any) -> Any:
+    """Floats are stored as float32."""
     return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def metadata(hf: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The keys that the converter writes for the sizes of a model."""
+    """The converter's metadata for a model of this config.json."""
     architecture = ARCHITECTURES[hf["model_type"]]
-    found = {"block_count": layers}
-    for key, name in NUMBERS.items():
+    keys = {"block_count": layers}
+    for key, name in KEYS.items():
         if hf.get(key) is not None:
-            found[name] = rounded(hf[key])
+            keys[name] = as_float32(hf[key])
     head = hf.get("head_dim") or hf["hidden_size"] // hf.get("num_attention_heads", 1)
     if hf.get("head_dim") and "kv_lora_rank" not in hf:
-        found |= {"attention.key_length": head, "attention.value_length": head}
+        keys |= {"attention.key_length": head, "attention.value_length": head}
     if hf.get("partial_rotary_factor") and "kv_lora_rank" not in hf:
-        found["rope.dimension_count"] = int(head * hf["partial_rotary_factor"])
-    found |= rope(hf) | OWN.get(architecture, lambda hf: {})(hf)
-    found = {f"{architecture}.{key}": value for key, value in found.items() if value is not None}
-    return {"general.architecture": architecture, "general.file_type": 32} | found
+        keys["rope.dimension_count"] = int(head * hf["partial_rotary_factor"])
+    keys |= rope_keys(hf) | KEYS_BY_ARCHITECTURE.get(architecture, lambda hf: {})(hf)
+    keys = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
+    return {"general.architecture": architecture, "general.file_type": 32} | keys
 
 
-def rope(hf: dict[str, Any]) -> dict[str, Any]:
+def rope_keys(hf: dict[str, Any]) -> dict[str, Any]:
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type")
-    found: dict[str, Any] = {}
+    rope_entries: dict[str, Any] = {}
     if "full_attention" in scaling:
-        found["rope.freq_base_swa"] = rounded(scaling["sliding_attention"]["rope_theta"])
+        rope_entries["rope.freq_base_swa"] = as_float32(scaling["sliding_attention"]["rope_theta"])
         scaling = scaling["full_attention"]
     if "rope_theta" in scaling:
-        found["rope.freq_base"] = rounded(scaling["rope_theta"])
+        rope_entries["rope.freq_base"] = as_float32(scaling["rope_theta"])
     if kind in ("linear", "yarn"):
-        found |= {"rope.scaling.type": kind, "rope.scaling.factor": rounded(scaling["factor"])}
+        rope_entries |= {
+            "rope.scaling.type": kind,
+            "rope.scaling.factor": as_float32(scaling["factor"]),
+        }
     if kind == "yarn":
-        found["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
+        rope_entries["rope.scaling.original_context_length"] = scaling[
+            "original_max_position_embeddings"
+        ]
         keys = {
             "attention_factor": "yarn_attn_factor",
             "beta_fast": "yarn_beta_fast",
             "beta_slow": "yarn_beta_slow",
         }
-        found |= {
-            f"rope.scaling.{name}": rounded(scaling[key])
+        rope_entries |= {
+            f"rope.scaling.{name}": as_float32(scaling[key])
             for key, name in keys.items()
             if key in scaling
         }
     if kind == "longrope":
-        found["rope.scaling.type"] = "longrope"
-    return found
+        rope_entries["rope.scaling.type"] = "longrope"
+    return rope_entries
 
 
-def windows(every: int) -> Callable[[dict], dict]:
-    def own(hf: dict) -> dict:
+def sliding_window_keys(full_every: int) -> Callable[[dict], dict]:
+    def layer_pattern(hf: dict) -> dict:
         if not hf.get("sliding_window"):
             return {}
         layers = range(hf["num_hidden_layers"])
         kinds = hf.get("layer_types") or [
-            "sliding_attention" if (i + 1) % every else "full_attention" for i in layers
+            "sliding_attention" if (i + 1) % full_every else "full_attention" for i in layers
         ]
         return {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds]}
 
-    return own
+    return layer_pattern
 
 
-def latent(hf: dict) -> dict:
+def latent_attention_keys(hf: dict) -> dict:
     rank = hf["kv_lora_rank"]
     rotary = hf["qk_rope_head_dim"]
     gate = {"sigmoid": 2, "softmax": 1, None: None}[hf.get("scoring_func")]
@@ -316,12 +334,12 @@ def latent(hf: dict) -> dict:
         "attention.value_length_mla": hf["v_head_dim"],
         "expert_gating_func": gate,
         "expert_weights_norm": True if hf.get("norm_topk_prob") else None,
-        "rope.scaling.yarn_log_multiplier": None if weight is None else rounded(0.1 * weight),
+        "rope.scaling.yarn_log_multiplier": None if weight is None else as_float32(0.1 * weight),
     }
 
 
-def kept(hf: dict) -> dict:
-    """Keys and values of each layer: none where there is a convolution."""
+def convolution_layers(hf: dict) -> dict:
+    """KV heads of each layer: 0 in convolution layers."""
     full = hf.get("full_attn_idxs", [])
     kinds = hf.get("layer_types") or [
         "full_attention" if i in full else "conv" for i in range(hf["num_hidden_layers"])
@@ -333,23 +351,23 @@ def kept(hf: dict) -> dict:
         "expert_gating_func": 2 if "num_experts" in hf else None,
         "feed_forward_length": hf["intermediate_size"]
         if "num_experts" in hf
-        else 96,  # two thirds of 96, half as much again
+        else 96,  # 2/3 of 96, times 1.5
     }
 
 
-def long_factors(hf: dict) -> dict:
+def longrope_keys(hf: dict) -> dict:
     window = hf.get("sliding_window") or 0
     trained = hf.get("original_max_position_embeddings")
-    found = {"attention.sliding_window": window, "rope.scaling.original_context_length": trained}
+    keys = {"attention.sliding_window": window, "rope.scaling.original_context_length": trained}
     if (hf.get("rope_scaling") or {}).get("long_factor"):
         scale = hf["max_position_embeddings"] / trained
         factor = np.sqrt(1 + np.log(scale) / np.log(trained)) if scale > 1 else 1.0
-        found["rope.scaling.attn_factor"] = rounded(float(factor))
-    return found
+        keys["rope.scaling.attn_factor"] = as_float32(float(factor))
+    return keys
 
 
-def stretched(hf: dict) -> dict:
-    """Hunyuan's base."""
+def hunyuan_keys(hf: dict) -> dict:
+    """The RoPE base of Hunyuan models, scaled by `alpha`."""
     alpha = (hf.get("rope_scaling") or {}).get("alpha")
     base = (
         hf["rope_theta"] * alpha ** (hf["head_dim"] / (hf["head_dim"] - 2))
@@ -366,22 +384,22 @@ def stretched(hf: dict) -> dict:
         else {}
     )
     return moe | {
-        "rope.freq_base": rounded(base),
+        "rope.freq_base": as_float32(base),
         "rope.scaling.type": "none",
         "rope.scaling.factor": 1.0,
     }
 
 
-def temperature(hf: dict) -> dict:
+def mistral_keys(hf: dict) -> dict:
     scaling = hf["rope_parameters"]
     return {
         "rope.scaling.yarn_log_multiplier": scaling["mscale_all_dim"],
-        "attention.temperature_scale": rounded(scaling["llama_4_scaling_beta"]),
+        "attention.temperature_scale": as_float32(scaling["llama_4_scaling_beta"]),
     }
 
 
-def delta(hf: dict) -> dict:
-    """Where most layers have a gated delta net; the tensors of one that drafts come after them."""
+def delta_net_keys(hf: dict) -> dict:
+    """Models with gated delta nets (and without layers for multi-token prediction)."""
     head = hf["head_dim"]
     share = (hf.get("rope_parameters") or hf)["partial_rotary_factor"]
     kinds = hf.get("layer_types")
@@ -396,71 +414,71 @@ def delta(hf: dict) -> dict:
     }
 
 
-def mamba(hf: dict) -> dict:
+def mamba_keys(hf: dict) -> dict:
     heads = hf.get("mamba_n_heads") or hf.get("mamba_num_heads") or hf["num_heads"]
     size = hf.get("mamba_d_head") or hf.get("mamba_head_dim") or hf["head_dim"]
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "ssm.inner_size": heads * size,
         "context_length": hf.get("max_position_embeddings", 1 << 20),
     }
     if hf["model_type"] == "mamba2":
-        return found | {
+        return keys | {
             "attention.head_count": 0,
-            "attention.layer_norm_rms_epsilon": rounded(hf["layer_norm_epsilon"]),
+            "attention.layer_norm_rms_epsilon": as_float32(hf["layer_norm_epsilon"]),
         }
     if hf["model_type"] == "nemotron_h":
         kinds = hf["hybrid_override_pattern"]
-        found |= {
+        keys |= {
             "attention.head_count_kv": [hf["num_key_value_heads"] * (kind == "*") for kind in kinds]
         }
-        return found | {
-            "attention.layer_norm_epsilon": rounded(hf["layer_norm_epsilon"]),
+        return keys | {
+            "attention.layer_norm_epsilon": as_float32(hf["layer_norm_epsilon"]),
             "moe_latent_size": None,
         }
     if hf["model_type"] == "granitemoehybrid":
-        kept = [hf["num_key_value_heads"] * (kind == "attention") for kind in hf["layer_types"]]
-        return found | {"attention.head_count_kv": kept, "rope.scaling.finetuned": False}
-    return found
+        kv_heads = [hf["num_key_value_heads"] * (kind == "attention") for kind in hf["layer_types"]]
+        return keys | {"attention.head_count_kv": kv_heads, "rope.scaling.finetuned": False}
+    return keys
 
 
-def gemma4(hf: dict) -> dict:
-    """Sizes of local and of other layers."""
+def gemma4_keys(hf: dict) -> dict:
+    """Sizes of local and of global layers."""
     local = [kind == "sliding_attention" for kind in hf["layer_types"]]
-    wide = hf["global_head_dim"]
-    few = hf.get("num_global_key_value_heads")
+    global_head_dim = hf["global_head_dim"]
+    global_kv_heads = hf.get("num_global_key_value_heads")
     layers = range(hf["num_hidden_layers"])
     first = len(layers) - hf.get("num_kv_shared_layers", 0)
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "attention.sliding_window_pattern": local,
-        "rope.dimension_count": wide,
+        "rope.dimension_count": global_head_dim,
     }
-    found |= {
+    keys |= {
         f"attention.{x}_length{end}": size
         for x in ("key", "value")
-        for end, size in (("", wide), ("_swa", hf["head_dim"]))
+        for end, size in (("", global_head_dim), ("_swa", hf["head_dim"]))
     }
-    if few:
-        found["attention.head_count_kv"] = [
-            hf["num_key_value_heads"] if each else few for each in local
+    if global_kv_heads:
+        keys["attention.head_count_kv"] = [
+            hf["num_key_value_heads"] if is_local else global_kv_heads for is_local in local
         ]
     if hf.get("use_double_wide_mlp"):
-        found["feed_forward_length"] = [
+        keys["feed_forward_length"] = [
             hf["intermediate_size"] * (1 if i < first else 2) for i in layers
         ]
-    return found
+    return keys
 
 
-OWN: dict[str, Callable[[dict], dict]] = {
+KEYS_BY_ARCHITECTURE: dict[str, Callable[[dict], dict]] = {
     "cohere2": lambda hf: {"rope.dimension_count": hf["head_dim"], "rope.scaling.type": "none"},
     "command-r": lambda hf: {"rope.scaling.type": "none"},
-    "deepseek2": latent,
-    "exaone4": windows(4),
-    "hunyuan-dense": stretched,
-    "hunyuan-moe": stretched,
+    "deepseek2": latent_attention_keys,
+    "exaone4": sliding_window_keys(4),
+    "hunyuan-dense": hunyuan_keys,
+    "hunyuan-moe": hunyuan_keys,
     "gemma3": lambda hf: {},
     "glm4moe": lambda hf: {"expert_gating_func": 2},
-    "lfm2": kept,
-    "lfm2moe": kept,
+    "lfm2": convolution_layers,
+    "lfm2moe": convolution_layers,
     "gpt-oss": lambda hf: {"expert_feed_forward_length": hf["intermediate_size"]},
     "llama": lambda hf: {
         "rope.dimension_count": hf.get("head_dim", 16),
@@ -471,157 +489,161 @@ OWN: dict[str, Callable[[dict], dict]] = {
         "expert_feed_forward_length": hf["intermediate_size"],
     },
     "minimax-m2": lambda hf: {"expert_gating_func": 2},
-    "mistral3": temperature,
-    "olmo2": windows(4),
-    "olmoe": lambda hf: {"attention.layer_norm_rms_epsilon": rounded(1e-5)},
-    "phi3": long_factors,
-    "phimoe": long_factors,
-    "falcon-h1": mamba,
-    "gemma4": gemma4,
-    "granitehybrid": mamba,
-    "mamba2": mamba,
-    "nemotron_h_moe": mamba,
-    **dict.fromkeys(DELTA, delta),
+    "mistral3": mistral_keys,
+    "olmo2": sliding_window_keys(4),
+    "olmoe": lambda hf: {"attention.layer_norm_rms_epsilon": as_float32(1e-5)},
+    "phi3": longrope_keys,
+    "phimoe": longrope_keys,
+    "falcon-h1": mamba_keys,
+    "gemma4": gemma4_keys,
+    "granitehybrid": mamba_keys,
+    "mamba2": mamba_keys,
+    "nemotron_h_moe": mamba_keys,
+    **dict.fromkeys(DELTA_NET_ARCHITECTURES, delta_net_keys),
 }
 
 
 def permuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of each head with the second half between those of the first."""
+    """Interleave the first and the second half of the rows of each head."""
     return x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
 def tensors(hf: dict[str, Any], checkpoint: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The file's tensors of a checkpoint's, those that are part of the configuration apart."""
+    """The file's tensors for a checkpoint, without those that come from config.json."""
     architecture = ARCHITECTURES[hf["model_type"]]
-    found = {}
+    named_tensors = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, value in checkpoint.items():
-        if name in ENDS:
-            own = ENDS[name]
-            own = (
+        if name in TENSOR_NAMES:
+            file_name = TENSOR_NAMES[name]
+            file_name = (
                 "token_embd_norm.weight"
-                if "lfm2" in architecture and own == "output_norm.weight"
-                else own
+                if "lfm2" in architecture and file_name == "output_norm.weight"
+                else file_name
             )
-            found[own] = changed(architecture, hf, own, value)
+            named_tensors[file_name] = converted_values(architecture, hf, file_name, value)
             continue
-        number, rest = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()
-        if expert := re.fullmatch(r"(?:(?:mlp|moe|mixer)\.)?experts\.(\d+)\.(\w+)\.weight", rest):
-            stacks.setdefault(f"blk.{number}.ffn_{EXPERT[expert[2]]}_exps.weight", {})[
+        number, layer_name = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()
+        if expert := re.fullmatch(
+            r"(?:(?:mlp|moe|mixer)\.)?experts\.(\d+)\.(\w+)\.weight", layer_name
+        ):
+            stacks.setdefault(f"blk.{number}.ffn_{EXPERT_MATRICES[expert[2]]}_exps.weight", {})[
                 int(expert[1])
             ] = value
             continue
-        for own, part in split(architecture, hf, rest, value):
-            found[f"blk.{number}.{own}"] = changed(architecture, hf, own, part)
-    return found | {
+        for file_name, tensor in split_tensor(architecture, hf, layer_name, value):
+            named_tensors[f"blk.{number}.{file_name}"] = converted_values(
+                architecture, hf, file_name, tensor
+            )
+    return named_tensors | {
         name: np.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()
     }
 
 
-def split(
-    architecture: str, hf: dict, rest: str, value: np.ndarray
+def split_tensor(
+    architecture: str, hf: dict, layer_name: str, value: np.ndarray
 ) -> list[tuple[str, np.ndarray]]:
-    """The name in a layer, or the names of what one tensor becomes."""
-    if rest.endswith("experts.gate_up_proj"):
-        turned = value.swapaxes(1, 2)
+    """The file's tensors (name in a layer, value) for one tensor of a checkpoint."""
+    if layer_name.endswith("experts.gate_up_proj"):
+        transposed = value.swapaxes(1, 2)
         halves = (
-            (turned[:, ::2], turned[:, 1::2])
+            (transposed[:, ::2], transposed[:, 1::2])
             if architecture == "gpt-oss"
-            else np.split(turned, 2, axis=1)
+            else np.split(transposed, 2, axis=1)
         )
         return [
             (f"ffn_{x}_exps.weight", half) for x, half in zip(("gate", "up"), halves, strict=True)
         ]
-    if rest.endswith("experts.gate_up_proj_bias"):
+    if layer_name.endswith("experts.gate_up_proj_bias"):
         return [("ffn_gate_exps.bias", value[:, ::2]), ("ffn_up_exps.bias", value[:, 1::2])]
-    if rest.endswith("experts.down_proj"):
+    if layer_name.endswith("experts.down_proj"):
         return [("ffn_down_exps.weight", value.swapaxes(1, 2))]
-    if rest.endswith("experts.down_proj_bias"):
+    if layer_name.endswith("experts.down_proj_bias"):
         return [("ffn_down_exps.bias", value)]
     granite = architecture in ("granitemoe", "granitehybrid")
-    beside = "_shexp" if hf.get("num_local_experts") else ""
-    if granite and rest == "mlp.gate_up_proj.weight":
+    suffix = "_shexp" if hf.get("num_local_experts") else ""
+    if granite and layer_name == "mlp.gate_up_proj.weight":
         return [
-            (f"ffn_{x}{beside}.weight", half)
+            (f"ffn_{x}{suffix}.weight", half)
             for x, half in zip(("gate", "up"), np.split(value, 2), strict=True)
         ]
-    if granite and rest == "mlp.down_proj.weight":
-        return [(f"ffn_down{beside}.weight", value)]
-    if rest == "linear_attn.in_proj_qkvz.weight":
+    if granite and layer_name == "mlp.down_proj.weight":
+        return [(f"ffn_down{suffix}.weight", value)]
+    if layer_name == "linear_attn.in_proj_qkvz.weight":
         K = hf["linear_num_key_heads"]
         H = hf["linear_key_head_dim"]
-        each = value.reshape(K, -1, value.shape[1])
-        q, k, v, z = np.split(each, [H, 2 * H, (each.shape[1] + 2 * H) // 2], axis=1)
+        heads = value.reshape(K, -1, value.shape[1])
+        q, k, v, z = np.split(heads, [H, 2 * H, (heads.shape[1] + 2 * H) // 2], axis=1)
         flat = [x.reshape(-1, value.shape[1]) for x in (q, k, v, z)]
         return [("attn_qkv.weight", np.concatenate(flat[:3])), ("attn_gate.weight", flat[3])]
-    if rest == "self_attn.kv_b_proj.weight":
-        both = value.reshape(hf["num_attention_heads"], -1, value.shape[1])
+    if layer_name == "self_attn.kv_b_proj.weight":
+        key_value_heads = value.reshape(hf["num_attention_heads"], -1, value.shape[1])
         nope = hf["qk_nope_head_dim"]
         return [
-            ("attn_k_b.weight", both[:, :nope].swapaxes(1, 2)),
-            ("attn_v_b.weight", both[:, nope:]),
+            ("attn_k_b.weight", key_value_heads[:, :nope].swapaxes(1, 2)),
+            ("attn_v_b.weight", key_value_heads[:, nope:]),
         ]
-    if rest in PARTS:
-        return [(PARTS[rest], value)]
-    stem, _, ending = rest.rpartition(".")
-    own = (
+    if layer_name in LAYER_TENSOR_NAMES:
+        return [(LAYER_TENSOR_NAMES[layer_name], value)]
+    stem, _, ending = layer_name.rpartition(".")
+    file_name = (
         "post_attention_norm"
-        if stem == "post_attention_layernorm" and architecture in AFTER
-        else PARTS[stem]
+        if stem == "post_attention_layernorm" and architecture in POST_NORM_ARCHITECTURES
+        else LAYER_TENSOR_NAMES[stem]
     )
-    return [(f"{own}.{ending}", value)]
+    return [(f"{file_name}.{ending}", value)]
 
 
-def changed(architecture: str, hf: dict, own: str, value: np.ndarray) -> np.ndarray:
-    """What the converter does to the numbers."""
-    stem = own.rpartition(".")[0]
-    if architecture in PERMUTED and stem in ("attn_q", "attn_k"):
+def converted_values(architecture: str, hf: dict, file_name: str, value: np.ndarray) -> np.ndarray:
+    """The values of a tensor as the converter transforms them."""
+    stem = file_name.rpartition(".")[0]
+    if architecture in PERMUTED_ARCHITECTURES and stem in ("attn_q", "attn_k"):
         return permuted(
             value, hf["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
         )
     if architecture in ("gemma2", "gemma3") and stem.endswith("norm"):
         return value + 1
-    if architecture in DELTA and stem.endswith("norm") and stem != "ssm_norm":
+    if architecture in DELTA_NET_ARCHITECTURES and stem.endswith("norm") and stem != "ssm_norm":
         return value + 1
     if architecture in ("qwen35", "qwen35moe"):
-        value = round_by_round(hf, stem or own, value)
-    if own == "ssm_a":
+        value = interleave_value_heads(hf, stem or file_name, value)
+    if file_name == "ssm_a":
         value = -np.exp(value)
-    if architecture not in DELTA and own in ("ssm_a", "ssm_d"):
+    if architecture not in DELTA_NET_ARCHITECTURES and file_name in ("ssm_a", "ssm_d"):
         return value[:, None]
-    if architecture not in DELTA and stem == "ssm_norm":
+    if architecture not in DELTA_NET_ARCHITECTURES and stem == "ssm_norm":
         return value.reshape(hf.get("mamba_n_groups") or hf.get("n_groups"), -1)
-    if own == "ssm_conv1d.weight":
+    if file_name == "ssm_conv1d.weight":
         return value[:, 0]
     if stem == "shortconv.conv":
         return value[:, 0]
     return value
 
 
-def round_by_round(hf: dict, stem: str, value: np.ndarray) -> np.ndarray:
-    """The heads of values so that each of the keys' has one before any has a second."""
+def interleave_value_heads(hf: dict, stem: str, value: np.ndarray) -> np.ndarray:
+    """Reorder value heads: the first of every key head, then the second of every key head, ..."""
     N = hf["linear_num_value_heads"]
     K = hf["linear_num_key_heads"]
     axis = 0
-    before = 0
+    num_keys_before = 0
     size = hf["linear_value_head_dim"]
     if stem in ("attn_qkv", "ssm_conv1d") and len(value) > N * size:
-        before = 2 * K * hf["linear_key_head_dim"]
+        num_keys_before = 2 * K * hf["linear_key_head_dim"]
     elif stem in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
         size = 1
     elif stem == "ssm_out":
         axis = 1
     elif stem != "attn_gate":
         return value
-    head, rest = np.split(value, [before], axis=axis)
+    head, tail = np.split(value, [num_keys_before], axis=axis)
     order = np.arange(N * size).reshape(K, N // K, size).swapaxes(0, 1).reshape(-1)
-    return np.concatenate([head, np.take(rest, order, axis=axis)], axis=axis)
+    return np.concatenate([head, np.take(tail, order, axis=axis)], axis=axis)
 
 
 def factors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors that say how frequencies are scaled."""
+    """Tensors that scale RoPE frequencies."""
     scaling = hf.get("rope_scaling") or {}
-    # Gemma 4's pairs that do not turn are divided by more than any position
+    # The frequencies of pairs that Gemma 4 does not rotate are divided by 1e30.
     if "global_head_dim" in hf:
         pairs = hf["global_head_dim"] // 2
         share = hf["rope_parameters"]["full_attention"]["partial_rotary_factor"]
@@ -637,11 +659,13 @@ def factors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
         smooth = (length / waves - low) / (high - low)
-        between = 1 / ((1 - smooth) / scaling["factor"] + smooth)
-        found = np.where(
-            waves < length / high, 1.0, np.where(waves > length / low, scaling["factor"], between)
+        interpolated = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+        scale = np.where(
+            waves < length / high,
+            1.0,
+            np.where(waves > length / low, scaling["factor"], interpolated),
         )
-        return {"rope_freqs.weight": found.astype(np.float32)}
+        return {"rope_freqs.weight": scale.astype(np.float32)}
     if "long_factor" in scaling and hf["model_type"].startswith("phi"):
         return {
             f"rope_factors_{x}.weight": np.float32(scaling[f"{x}_factor"])

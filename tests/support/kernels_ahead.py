@@ -1,6 +1,6 @@
-"""Compiles kernels to what a card runs, without one: `make gpu-compiler` installs what does it.
+"""Compile kernels for a GPU without one; `make gpu-compiler` installs the compiler.
 
-Run as a program, it compiles what `step_of` of a file of tests gives for each name.
+As a program it compiles the steps that `step_of` of a test file returns for each name.
 """
 
 import json
@@ -30,54 +30,55 @@ needs_compiler = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel, and what ptxas says of it."""
+    """A compiled kernel: resources that ptxas reports."""
 
-    registers: int  # of a thread, before warpgroups trade theirs
-    stored: int  # bytes that are spilled
-    loaded: int
+    registers: int  # per thread, before warpgroups reallocate theirs
+    stored: int  # bytes of spill stores
+    loaded: int  # bytes of spill loads
     shared: int  # bytes of shared memory
     log: str
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    kernels: list[Compiled]  # of Mosaic GPU
+    kernels: list[Compiled]  # Mosaic GPU kernels
     graphs: int
-    outside: dict[str, int]  # of graphs
-    spilled: int  # bytes, of all kernels, XLA's and Triton's too
+    outside: dict[str, int]  # kernels outside of graphs
+    spilled: int  # bytes, over all kernels including XLA's and Triton's
 
 
 def compile_some(
-    tests: str, cases: Iterable[str], kept: Collection[str], card: str = "h200"
+    tests: str, cases: Iterable[str], quick_names: Collection[str], card: str = "h200"
 ) -> dict[str, CompiledStep]:
-    """The step of each case that is tried here: in a process of its own, since no other should meet
-    the plugin.
+    """Compile the step of each case in another process, so that this one does not load the plugin.
+
+    With QUIRE_CASES below 1, only the cases of `quick_names`.
     """
-    names = [name for name in cases if name in kept or FACTOR >= 1]
-    changed = {
+    names = [name for name in cases if name in quick_names or FACTOR >= 1]
+    environment = {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, __file__, tests, card, *names]
-    done = subprocess.run(
-        command, env=os.environ | changed, capture_output=True, text=True, timeout=3000
+    completed = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=3000
     )
-    assert not done.returncode, done.stderr[-3000:]
-    steps = map(json.loads, done.stdout.splitlines())
+    assert not completed.returncode, completed.stderr[-3000:]
+    steps = map(json.loads, completed.stdout.splitlines())
     return {
-        name: CompiledStep([Compiled(**one) for one in kernels], *found)
-        for name, kernels, *found in steps
+        name: CompiledStep([Compiled(**kernel) for kernel in kernels], *figures)
+        for name, kernels, *figures in steps
     }
 
 
-def kernel_of(log: Path) -> Compiled:
-    said = log.read_text()
+def parse_kernel_log(log: Path) -> Compiled:
+    log_text = log.read_text()
     passes = log.with_suffix(".mlir-passes.log").read_text()
-    stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)[-1]
-    registers = re.findall(r"Used (\d+) registers", said)[-1]
+    stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log_text)[-1]
+    registers = re.findall(r"Used (\d+) registers", log_text)[-1]
     shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)[-1]
-    return Compiled(int(registers), int(stored), int(loaded), int(shared), said)
+    return Compiled(int(registers), int(stored), int(loaded), int(shared), log_text)
 
 
 def main() -> None:
@@ -85,30 +86,31 @@ def main() -> None:
     from jax.sharding import SingleDeviceSharding
 
     tests, card, *names = sys.argv[1:]
-    # before Mosaic is imported, which looks there for what launches its kernels
+    # before Mosaic is imported, which searches sys.path for the launcher of its kernels
     sys.path.append(str(APART))
     step_of = runpy.run_path(tests)["step_of"]
     with described(card) as devices:
-        where = SingleDeviceSharding(devices[0])
+        sharding = SingleDeviceSharding(devices[0])
         for name in names:
             step, arguments = step_of(name)
             placed = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                arguments,
             )
             with tempfile.TemporaryDirectory() as logs:
                 os.environ["MOSAIC_GPU_DUMP_TO"] = logs
                 lowered = step.trace(*placed).lower(lowering_platforms=("cuda",))
                 (dumped := Path(logs, "xla")).mkdir()
                 lowered.compile((graphs.compiler_options() or {}) | {"xla_dump_to": str(dumped)})
-                kernels = [kernel_of(log) for log in sorted(Path(logs).glob("*.ptxas"))]
+                kernels = [parse_kernel_log(log) for log in sorted(Path(logs).glob("*.ptxas"))]
                 recorded, _, outside, _ = read_thunks(thunks(dumped))
-                found = (
+                figures = (
                     [asdict(kernel) for kernel in kernels],
                     recorded,
                     outside,
                     spilled_bytes(dumped, Path(logs)),
                 )
-            print(json.dumps([name, *found]), flush=True)
+            print(json.dumps([name, *figures]), flush=True)
 
 
 if __name__ == "__main__":

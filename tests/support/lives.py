@@ -1,8 +1,8 @@
-"""Whole lives of an engine, at random: chats of several turns, stop tokens and strings, aborts,
-failed steps, sleep.
+"""Random long runs of an engine: chats of several turns, stop tokens and strings, aborts, failed
+steps, sleep.
 
-Every answer is compared, bit for bit, with that of a cold engine: one without a prefix cache,
-without fused steps and without drafts, which has only this request to serve.
+Every answer is compared bitwise with that of a cold engine, which has no prefix cache, no fused
+steps and no drafts, and serves all requests anew.
 """
 
 import random
@@ -13,17 +13,17 @@ from typing import Any
 from quire import LLM, SamplingParams
 from quire.serving.request.request import Request
 
-MOST_RUNNING = 6  # requests that are started and not over
+MOST_RUNNING = 6  # requests at once
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that has ended, or was ended."""
+    """A finished or interrupted request."""
 
     tokens: list[int]
     params: SamplingParams
     request: Request
-    # by an abort or a failed step, so that its answers are the beginnings of the expected ones
+    # interrupted by an abort or a failed step: its answers are prefixes of the expected ones
     cut: bool
     num_cached: int
 
@@ -32,16 +32,17 @@ class Turn:
 class Life:
     """Drives one engine.
 
-    `llm` is replaced where the engine ends and another begins on the same disk.
+    With `reopen`, `llm` is closed at the end of `live` and replaced by a new engine on the same
+    disk.
     """
 
     llm: LLM
     rng: random.Random
     prompts: list[list[int]]
-    common: list[int]  # tokens that answers often have, so that they end some of them
-    longest: int  # tokens of a prompt
+    common: list[int]  # frequent tokens of answers, used as stop tokens
+    longest: int  # maximum number of prompt tokens
     reopen: Callable[[], LLM] | None = None
-    strings: tuple[str, ...] = ()  # stop strings, where there is a tokenizer
+    strings: tuple[str, ...] = ()  # stop strings, if there is a tokenizer
     chats: list[list[int]] = field(default_factory=list)
     running: dict[str, tuple[list[int], SamplingParams, Request]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
@@ -50,10 +51,10 @@ class Life:
     number: int = 0
 
     def live(self, num_turns: int) -> None:
-        """Go on until so many turns are over."""
+        """Run until `num_turns` more turns have ended."""
         rng = self.rng
         end = len(self.turns) + num_turns
-        rare = [
+        rare_events = [
             self.abort,
             self.fail_launch,
             self.fail_collect,
@@ -67,7 +68,7 @@ class Life:
             if len(self.running) < MOST_RUNNING and rng.random() < 0.6:
                 self.begin()
             elif rng.random() < 0.12:
-                rng.choice(rare)()
+                rng.choice(rare_events)()
             for _ in range(rng.choice((1, 1, 2, 5, 20))):
                 self.step()
         while self.running:
@@ -76,7 +77,7 @@ class Life:
             self.llm.close()
             self.llm = self.reopen()
 
-    limit = 8  # steps that may be fused
+    limit = 8  # maximum number of fused steps
 
     def max_fused_steps(self, plan) -> int:
         return min(self.limit, self.llm.engine.runner.max_fused_steps(plan))
@@ -88,7 +89,7 @@ class Life:
         self.events[event] = self.events.get(event, 0) + 1
 
     def begin(self) -> None:
-        """A first turn, or another turn of a chat, whose stop token may stand in the prompt."""
+        """Start a first turn, or another turn of a chat (its prompt may contain stop tokens)."""
         rng = self.rng
         if self.chats and rng.random() < 0.7:
             chat = rng.choice(self.chats[-12:])
@@ -106,32 +107,32 @@ class Life:
 
     def params(self) -> SamplingParams:
         rng = self.rng
-        chosen: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "max_tokens": rng.choice((1, 4, 12, 30)),
             "ignore_eos": rng.random() < 0.7,
         }
-        chosen |= rng.choice(
+        settings |= rng.choice(
             ({"temperature": 0.0}, {"temperature": 1.0, "seed": rng.randrange(99)})
         )
         if rng.random() < 0.7:
-            chosen["stop_token_ids"] = rng.sample(self.common, rng.choice((1, 3, 6, 10)))
+            settings["stop_token_ids"] = rng.sample(self.common, rng.choice((1, 3, 6, 10)))
         if self.strings and rng.random() < 0.3:
-            chosen["stop"] = rng.sample(self.strings, 2)
+            settings["stop"] = rng.sample(self.strings, 2)
         if rng.random() < 0.3:
-            chosen["logprobs"] = 2
+            settings["logprobs"] = 2
         if rng.random() < 0.1:
-            chosen["n"], chosen["seed"], chosen["temperature"] = (
+            settings["n"], settings["seed"], settings["temperature"] = (
                 rng.choice((2, 3)),
                 rng.randrange(99),
                 1.0,
             )
         if rng.random() < 0.1:
-            chosen["min_tokens"] = min(3, chosen["max_tokens"])
+            settings["min_tokens"] = min(3, settings["max_tokens"])
         if rng.random() < 0.1:
-            chosen["repetition_penalty"] = 1.2
+            settings["repetition_penalty"] = 1.2
         if rng.random() < 0.1:
-            chosen["prompt_logprobs"] = 1
-        return SamplingParams(**chosen, detokenize=bool(self.strings))
+            settings["prompt_logprobs"] = 1
+        return SamplingParams(**settings, detokenize=bool(self.strings))
 
     def step(self) -> None:
         engine = self.llm.engine
@@ -141,8 +142,10 @@ class Life:
             if request.finished:
                 del self.running[name]
                 output = request.output()
-                ended = any(answer.finish_reason in ("error", "abort") for answer in output.outputs)
-                self.turns.append(Turn(tokens, params, request, ended, output.num_cached_tokens))
+                was_cut = any(
+                    answer.finish_reason in ("error", "abort") for answer in output.outputs
+                )
+                self.turns.append(Turn(tokens, params, request, was_cut, output.num_cached_tokens))
                 self.chats += [tokens + list(answer.token_ids) for answer in output.outputs]
 
     def abort(self) -> None:
@@ -157,7 +160,7 @@ class Life:
         self.fail("collect")
 
     def fail(self, method: str) -> None:
-        """Let the next step fail where it is sent to the device, or where its results are read."""
+        """Make the next launch or collection of a step fail."""
         runner = self.llm.engine.runner
         working = getattr(runner, method)
 
@@ -180,7 +183,7 @@ class Life:
 
 
 def bits(request: Request) -> list[tuple]:
-    """All that a client could compare of each answer."""
+    """Every field of each answer, for bitwise comparison."""
     output = request.output()
     return [
         (
@@ -198,7 +201,7 @@ def bits(request: Request) -> list[tuple]:
 
 
 def check(cold: LLM, turns: list[Turn]) -> None:
-    """Each answer is the cold engine's, or the beginning of it where something ended it."""
+    """Check that each answer equals the cold engine's, or is a prefix of it if interrupted."""
     engine = cold.engine
     expected = {}
     for number, turn in enumerate(turns):
@@ -207,15 +210,15 @@ def check(cold: LLM, turns: list[Turn]) -> None:
     while engine.busy:
         engine.step()
     for number, turn in enumerate(turns):
-        for own, cold_own in zip(bits(turn.request), bits(expected[number]), strict=True):
-            if own[2] in ("error", "abort"):
-                assert own[0] == cold_own[0][: len(own[0])], told(number, turn)
-                assert own[4] == cold_own[4][: len(own[4])], told(number, turn)
+        for actual, cold_answer in zip(bits(turn.request), bits(expected[number]), strict=True):
+            if actual[2] in ("error", "abort"):
+                assert actual[0] == cold_answer[0][: len(actual[0])], failure_message(number, turn)
+                assert actual[4] == cold_answer[4][: len(actual[4])], failure_message(number, turn)
             else:
-                assert own == cold_own, told(number, turn)
+                assert actual == cold_answer, failure_message(number, turn)
 
 
-def told(number: int, turn: Turn) -> str:
+def failure_message(number: int, turn: Turn) -> str:
     return (
         f"turn {number}: {turn.num_cached} of {len(turn.tokens)} tokens were cached; {turn.params}"
     )

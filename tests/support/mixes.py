@@ -1,4 +1,4 @@
-"""Random requests that ask for all kinds of things, and all that their answers say."""
+"""Random requests with all kinds of parameters, and every field of their answers for comparison."""
 
 import random
 
@@ -7,47 +7,47 @@ from quire.serving.engine.engine import Engine
 
 
 def bits(request) -> list[tuple]:
-    """Tokens, end and scores of each answer, with what stopped it."""
+    """Tokens, finish and stop reasons, text and log-probabilities of each answer."""
     output = request.output()
     scores = [
-        sorted((t, e.logprob) for t, e in entry.items())
+        sorted((token, logprob.logprob) for token, logprob in entry.items())
         for entry in (output.prompt_logprobs or [])[1:]
         if entry
     ]
     return [
         (
-            list(a.token_ids),
-            a.finish_reason,
-            a.stop_reason,
-            a.text,
+            list(answer.token_ids),
+            answer.finish_reason,
+            answer.stop_reason,
+            answer.text,
             [
-                sorted((t, e.logprob, e.rank) for t, e in entry.items())
-                for entry in a.logprobs or ()
+                sorted((token, logprob.logprob, logprob.rank) for token, logprob in entry.items())
+                for entry in answer.logprobs or ()
             ],
             scores,
         )
-        for a in output.outputs
+        for answer in output.outputs
     ]
 
 
 def serve(engine: Engine, requests, arrivals, aborts=()) -> dict[str, list]:
-    """Every answer; at each step the pages and slots add up."""
-    got = {}
+    """Serve all requests; returns their answers. The scheduler is checked after each step."""
+    requests_by_name = {}
     step = 0
     while engine.busy or step <= max(arrivals.values()):
         for name, at in arrivals.items():
             if at == step:
-                got[name] = engine.add(name, *requests[name])
+                requests_by_name[name] = engine.add(name, *requests[name])
         for name, at in aborts:
             if at == step:
                 engine.abort(name)
         engine.step()
         engine.scheduler.check()
         step += 1
-    return {name: bits(request) for name, request in got.items()}
+    return {name: bits(request) for name, request in requests_by_name.items()}
 
 
-FORMS = [
+STRUCTURED_OUTPUTS = [
     None,
     None,
     None,
@@ -58,7 +58,7 @@ FORMS = [
 
 
 def mix(rng: random.Random, vocab: int) -> tuple[dict, dict]:
-    """Requests that ask for all kinds of things, and the steps at which they arrive."""
+    """Requests with random parameters, and the steps at which they arrive."""
     requests = {}
     arrivals = {}
     prompts = []
@@ -83,7 +83,7 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict, dict]:
             stop=rng.choice(([], [], ["e"], ["the", ". "])),
             bad_words=rng.choice(([], [], ["a", "Once upon"])),
             logit_bias=rng.choice((None, None, {100: 3.0, 200: -3.0})),
-            structured_outputs=rng.choice(FORMS),
+            structured_outputs=rng.choice(STRUCTURED_OUTPUTS),
             ignore_eos=rng.random() < 0.3,
         )
         requests[str(index)], arrivals[str(index)] = (prompts[-1], params), rng.randint(0, 12)

@@ -1,9 +1,9 @@
-"""docs/models.md: every `model_type` that is read, what it brings, how it is tested and what of it
-is refused.
+"""docs/models.md: every supported `model_type`, its features, its tests and the config values that
+it rejects.
 
-`python tests/support/models_table.py > docs/models.md` writes the page. What a family brings is the
-first line of its file; what is refused is what it refuses while it reads the tiny and the published
-configurations of the tests.
+`python tests/support/models_table.py > docs/models.md` writes the page. The features are the first
+paragraph of a family's module docstring; the rejected values are recorded while the family reads
+the tiny and the published configurations of the tests.
 """
 
 import importlib
@@ -23,12 +23,12 @@ from quire.tests.support.published_moe import PUBLISHED_MOE
 from quire.tests.support.published_more import PUBLISHED_MORE
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-TINY = {variant.name: variant.config for variant in (*VARIANTS, *ENCODERS)}
-WHOLE = {
+TINY_CONFIGS = {variant.name: variant.config for variant in (*VARIANTS, *ENCODERS)}
+PUBLISHED_CONFIGS = {
     name: published.config
     for name, published in (PUBLISHED | PUBLISHED_MOE | PUBLISHED_MORE).items()
 }
-OWN = "quill"  # which transformers does not know
+OWN = "quill"  # the model type that transformers lacks
 HEAD = """# Models
 
 What a `config.json` may have as its `model_type`, and what each brings beside a plain decoder. All but the encoders
@@ -51,34 +51,34 @@ The page is written by `tests/support/models_table.py`, and a test holds it agai
 
 
 def kinds(hf: dict) -> Iterator[str]:
-    """The model types that a configuration is of: its own, and that of the model inside."""
+    """The model types of a configuration: its own, and that of its text model."""
     yield hf["model_type"]
-    if isinstance(text := hf.get("text_config"), dict):
-        yield text.get("model_type", wrapper.TEXT_TYPES[hf["model_type"]])
+    if isinstance(text_config := hf.get("text_config"), dict):
+        yield text_config.get("model_type", wrapper.TEXT_TYPES[hf["model_type"]])
 
 
 def by_kind(configs: dict[str, dict]) -> dict[str, list[str]]:
     """The names of configurations by model type."""
-    found = defaultdict(list)
+    names_by_kind = defaultdict(list)
     for name, hf in configs.items():
         for kind in kinds(hf):
-            found[kind].append(name)
-    return found
+            names_by_kind[kind].append(name)
+    return names_by_kind
 
 
 def refusals() -> dict[str, dict[str, tuple]]:
-    """By model type, the keys that are refused, with what each may be."""
-    found: dict[str, dict[str, tuple]] = defaultdict(dict)
+    """By model type: keys with rejected values, and the values that each key may have."""
+    keys_by_kind: dict[str, dict[str, tuple]] = defaultdict(dict)
     refuse = Keys.refuse
 
     def note(self: Keys, name: str, *harmless):
-        found[self.hf["model_type"]][name] = harmless
+        keys_by_kind[self.hf["model_type"]][name] = harmless
         return refuse(self, name, *harmless)
 
     with patch.object(Keys, "refuse", note):
-        for hf in (*TINY.values(), *WHOLE.values()):
+        for hf in (*TINY_CONFIGS.values(), *PUBLISHED_CONFIGS.values()):
             module(hf["model_type"]).config(split_quantization(hf)[0])
-    return found
+    return keys_by_kind
 
 
 def module(kind: str):
@@ -102,14 +102,14 @@ def row(kind: str, tiny: list[str], published: list[str], refused: dict[str, tup
 
 
 def page() -> str:
-    tiny = by_kind(TINY)
-    published = by_kind(WHOLE)
+    tiny = by_kind(TINY_CONFIGS)
+    published = by_kind(PUBLISHED_CONFIGS)
     refused = refusals()
     rows = [
         row(kind, tiny.get(kind, []), published.get(kind, []), refused.get(kind, {}))
         for kind in sorted(FAMILIES)
     ]
-    others = [f"| `{kind}` | {why} |" for kind, why in sorted(UNSUPPORTED.items())]
+    unsupported_rows = [f"| `{kind}` | {reason} |" for kind, reason in sorted(UNSUPPORTED.items())]
     return "\n".join(
         [
             HEAD,
@@ -123,7 +123,7 @@ def page() -> str:
             "",
             "| `model_type` | why |",
             "|---|---|",
-            *others,
+            *unsupported_rows,
             "",
         ]
     )

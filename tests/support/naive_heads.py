@@ -1,6 +1,4 @@
-"""Published drafting heads in numpy and float64, row by row and by the names of their tensors: the
-reference.
-"""
+"""Reference of published draft heads in numpy and float64, by the names of their tensors."""
 
 import numpy as np
 
@@ -15,13 +13,13 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def turned(x_THP, theta: float, pairs_apart: bool = True):
-    """Rotated by position; the pairs stand half the width apart, or side by side."""
+def rotate(x_THP, theta: float, is_neox: bool = True):
+    """RoPE: pairs are half the width apart (`is_neox`) or adjacent."""
     T, _, H = x_THP.shape
     angle = np.arange(T)[:, None] * theta ** -(np.arange(0, H, 2) / H)
     cos = np.cos(angle)[:, None]
     sin = np.sin(angle)[:, None]
-    if pairs_apart:
+    if is_neox:
         a = x_THP[..., : H // 2]
         b = x_THP[..., H // 2 :]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -31,7 +29,7 @@ def turned(x_THP, theta: float, pairs_apart: bool = True):
 
 
 def attend(q_TNH, k_TNH, v_TNH, scale: float):
-    """Each row of each head over the rows up to its own."""
+    """Causal attention of each head."""
     out = np.zeros((*q_TNH.shape[:2], v_TNH.shape[-1]))
     for t in range(len(q_TNH)):
         for n in range(q_TNH.shape[1]):
@@ -41,160 +39,160 @@ def attend(q_TNH, k_TNH, v_TNH, scale: float):
     return out.reshape(len(out), -1)
 
 
-def self_attention(w: Tensors, here: str, x, config: dict):
+def self_attention(w: Tensors, prefix: str, x, config: dict):
     N = config["num_attention_heads"]
     K = config["num_key_value_heads"]
     H = config.get("head_dim") or config["hidden_size"] // N
     eps = config["rms_norm_eps"]
     q, k, v = (
-        (x @ w[f"{here}.{name}_proj.weight"].T + w.get(f"{here}.{name}_proj.bias", 0)).reshape(
+        (x @ w[f"{prefix}.{name}_proj.weight"].T + w.get(f"{prefix}.{name}_proj.bias", 0)).reshape(
             len(x), -1, H
         )
         for name in "qkv"
     )
-    if f"{here}.q_norm.weight" in w:
-        q = norm(q, w[f"{here}.q_norm.weight"], eps)
-        k = norm(k, w[f"{here}.k_norm.weight"], eps)
+    if f"{prefix}.q_norm.weight" in w:
+        q = norm(q, w[f"{prefix}.q_norm.weight"], eps)
+        k = norm(k, w[f"{prefix}.k_norm.weight"], eps)
     theta = config.get("rope_theta", 10000.0)
-    q = turned(q, theta)
-    k = turned(k, theta)
+    q = rotate(q, theta)
+    k = rotate(k, theta)
     out = attend(q, k.repeat(N // K, 1), v.repeat(N // K, 1), H**-0.5)
-    return out @ w[f"{here}.o_proj.weight"].T + w.get(f"{here}.o_proj.bias", 0)
+    return out @ w[f"{prefix}.o_proj.weight"].T + w.get(f"{prefix}.o_proj.bias", 0)
 
 
-def mlp(w: Tensors, here: str, x):
-    gate, up = (x @ w[f"{here}.{name}_proj.weight"].T for name in ("gate", "up"))
-    return (silu(gate) * up) @ w[f"{here}.down_proj.weight"].T
+def mlp(w: Tensors, prefix: str, x):
+    gate, up = (x @ w[f"{prefix}.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (silu(gate) * up) @ w[f"{prefix}.down_proj.weight"].T
 
 
 def medusa(w: Tensors, c: int, depth: int, hidden, table):
-    """The logits of head c; its tensors by vLLM's names."""
+    """Logits of Medusa head c, with tensors by vLLM's names."""
     for j in range(depth):
-        here = f"blocks.{c}.layers.{j}"
-        hidden = hidden + silu(hidden @ w[f"{here}.weight"].T + w.get(f"{here}.bias", 0))
+        prefix = f"blocks.{c}.layers.{j}"
+        hidden = hidden + silu(hidden @ w[f"{prefix}.weight"].T + w.get(f"{prefix}.bias", 0))
     return hidden @ table.T
 
 
 def eagle(w: Tensors, config: dict, embed, tokens, features):
-    """What the layers make of tokens and features: the next feature, which is also the hidden
-    state.
-    """
+    """The next feature, which is also the hidden state."""
     eps = config["rms_norm_eps"]
     x = np.concatenate([embed[tokens], features], axis=-1) @ w["fc.weight"].T + w.get("fc.bias", 0)
     for i in range(config["num_hidden_layers"]):
-        here = f"layers.{i}"
-        y = x if i == 0 else norm(x, w[f"{here}.input_layernorm.weight"], eps)
-        x = x + self_attention(w, f"{here}.self_attn", y, config)
-        x = x + mlp(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps))
+        prefix = f"layers.{i}"
+        y = x if i == 0 else norm(x, w[f"{prefix}.input_layernorm.weight"], eps)
+        x = x + self_attention(w, f"{prefix}.self_attn", y, config)
+        x = x + mlp(
+            w, f"{prefix}.mlp", norm(x, w[f"{prefix}.post_attention_layernorm.weight"], eps)
+        )
     return x
 
 
 def eagle3(w: Tensors, config: dict, embed, tokens, features):
     """(next feature, hidden state)."""
     eps = config["rms_norm_eps"]
-    here = "midlayer"
-    normed = norm(features, w[f"{here}.hidden_norm.weight"], eps)
-    both = np.concatenate(
-        [norm(embed[tokens], w[f"{here}.input_layernorm.weight"], eps), normed], axis=-1
+    prefix = "midlayer"
+    normed = norm(features, w[f"{prefix}.hidden_norm.weight"], eps)
+    attention_input = np.concatenate(
+        [norm(embed[tokens], w[f"{prefix}.input_layernorm.weight"], eps), normed], axis=-1
     )
     x = normed if config.get("norm_before_residual") else features
-    x = x + self_attention(w, f"{here}.self_attn", both, config)
-    x = x + mlp(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps))
+    x = x + self_attention(w, f"{prefix}.self_attn", attention_input, config)
+    x = x + mlp(w, f"{prefix}.mlp", norm(x, w[f"{prefix}.post_attention_layernorm.weight"], eps))
     return x, norm(x, w["norm.weight"], eps)
 
 
-def latent_attention(w: Tensors, here: str, x, config: dict):
-    """DeepSeek's, with keys and values of every head written out."""
+def latent_attention(w: Tensors, prefix: str, x, config: dict):
+    """DeepSeek's latent attention, with the keys and values of every head expanded."""
     N, nope, rope = (
         config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
     )
     rank = config["kv_lora_rank"]
     V = config["v_head_dim"]
     T = len(x)
-    low = norm(x @ w[f"{here}.q_a_proj.weight"].T, w[f"{here}.q_a_layernorm.weight"], 1e-6)
-    q = (low @ w[f"{here}.q_b_proj.weight"].T).reshape(T, N, nope + rope)
-    down = x @ w[f"{here}.kv_a_proj_with_mqa.weight"].T
-    latent = norm(down[:, :rank], w[f"{here}.kv_a_layernorm.weight"], 1e-6)
-    kv = (latent @ w[f"{here}.kv_b_proj.weight"].T).reshape(T, N, nope + V)
+    low = norm(x @ w[f"{prefix}.q_a_proj.weight"].T, w[f"{prefix}.q_a_layernorm.weight"], 1e-6)
+    q = (low @ w[f"{prefix}.q_b_proj.weight"].T).reshape(T, N, nope + rope)
+    down = x @ w[f"{prefix}.kv_a_proj_with_mqa.weight"].T
+    latent = norm(down[:, :rank], w[f"{prefix}.kv_a_layernorm.weight"], 1e-6)
+    kv = (latent @ w[f"{prefix}.kv_b_proj.weight"].T).reshape(T, N, nope + V)
     theta = config["rope_theta"]
-    q = np.concatenate([q[..., :nope], turned(q[..., nope:], theta, False)], axis=-1)
-    shared = turned(down[:, None, rank:], theta, False).repeat(N, 1)
+    q = np.concatenate([q[..., :nope], rotate(q[..., nope:], theta, False)], axis=-1)
+    shared = rotate(down[:, None, rank:], theta, False).repeat(N, 1)
     k = np.concatenate([kv[..., :nope], shared], axis=-1)
-    return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5) @ w[f"{here}.o_proj.weight"].T
+    return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5) @ w[f"{prefix}.o_proj.weight"].T
 
 
-def experts(w: Tensors, here: str, x, config: dict):
-    """DeepSeek-V3's: one group, sigmoid scores, and experts that all rows share."""
-    out = mlp(w, f"{here}.shared_experts", x)
+def experts(w: Tensors, prefix: str, x, config: dict):
+    """DeepSeek-V3's experts: one group, sigmoid scores and shared experts."""
+    out = mlp(w, f"{prefix}.shared_experts", x)
     for t, row in enumerate(x):
-        score = 1 / (1 + np.exp(-w[f"{here}.gate.weight"] @ row))
-        chosen = np.argsort(-(score + w[f"{here}.gate.e_score_correction_bias"]))[
+        score = 1 / (1 + np.exp(-w[f"{prefix}.gate.weight"] @ row))
+        chosen = np.argsort(-(score + w[f"{prefix}.gate.e_score_correction_bias"]))[
             : config["num_experts_per_tok"]
         ]
         weight = score[chosen] / score[chosen].sum() * config["routed_scaling_factor"]
-        for e, share in zip(chosen, weight, strict=True):
-            out[t] += share * mlp(w, f"{here}.experts.{e}", row[None])[0]
+        for e, expert_weight in zip(chosen, weight, strict=True):
+            out[t] += expert_weight * mlp(w, f"{prefix}.experts.{e}", row[None])[0]
     return out
 
 
 def mtp(w: Tensors, config: dict, embed, tokens, features):
-    """(next feature, hidden state): the first is before the norm of the layer's head."""
+    """(next feature, hidden state); the feature is before the norm of the layer's head."""
     eps = config["rms_norm_eps"]
-    here = f"model.layers.{config['num_hidden_layers']}"
-    token = norm(embed[tokens], w[f"{here}.enorm.weight"], eps)
-    feature = norm(features, w[f"{here}.hnorm.weight"], eps)
-    x = np.concatenate([token, feature], axis=-1) @ w[f"{here}.eh_proj.weight"].T
+    prefix = f"model.layers.{config['num_hidden_layers']}"
+    token = norm(embed[tokens], w[f"{prefix}.enorm.weight"], eps)
+    feature = norm(features, w[f"{prefix}.hnorm.weight"], eps)
+    x = np.concatenate([token, feature], axis=-1) @ w[f"{prefix}.eh_proj.weight"].T
     x = x + latent_attention(
-        w, f"{here}.self_attn", norm(x, w[f"{here}.input_layernorm.weight"], eps), config
+        w, f"{prefix}.self_attn", norm(x, w[f"{prefix}.input_layernorm.weight"], eps), config
     )
     x = x + experts(
-        w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps), config
+        w, f"{prefix}.mlp", norm(x, w[f"{prefix}.post_attention_layernorm.weight"], eps), config
     )
-    return x, norm(x, w[f"{here}.shared_head.norm.weight"], eps)
+    return x, norm(x, w[f"{prefix}.shared_head.norm.weight"], eps)
 
 
-def gated_attention(w: Tensors, here: str, x, config: dict):
-    """Qwen3-Next's: a part of each head turns, and a gate of its own is on each result."""
+def gated_attention(w: Tensors, prefix: str, x, config: dict):
+    """Qwen3-Next's attention: partial RoPE and a gate on each head's output."""
     N, K, H = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     eps = config["rms_norm_eps"]
-    turning = int(H * config["partial_rotary_factor"])
-    q, gate = np.split((x @ w[f"{here}.q_proj.weight"].T).reshape(len(x), N, 2 * H), 2, axis=-1)
-    k, v = ((x @ w[f"{here}.{name}_proj.weight"].T).reshape(len(x), K, H) for name in "kv")
-    q, k = (norm(y, 1 + w[f"{here}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
+    rotary_dim = int(H * config["partial_rotary_factor"])
+    q, gate = np.split((x @ w[f"{prefix}.q_proj.weight"].T).reshape(len(x), N, 2 * H), 2, axis=-1)
+    k, v = ((x @ w[f"{prefix}.{name}_proj.weight"].T).reshape(len(x), K, H) for name in "kv")
+    q, k = (norm(y, 1 + w[f"{prefix}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
     q, k = (
-        np.concatenate([turned(y[..., :turning], config["rope_theta"]), y[..., turning:]], axis=-1)
+        np.concatenate(
+            [rotate(y[..., :rotary_dim], config["rope_theta"]), y[..., rotary_dim:]], axis=-1
+        )
         for y in (q, k)
     )
     out = attend(q, k.repeat(N // K, 1), v.repeat(N // K, 1), H**-0.5)
-    return (out / (1 + np.exp(-gate.reshape(len(x), -1)))) @ w[f"{here}.o_proj.weight"].T
+    return (out / (1 + np.exp(-gate.reshape(len(x), -1)))) @ w[f"{prefix}.o_proj.weight"].T
 
 
-def gated_experts(w: Tensors, here: str, x, config: dict):
-    """Qwen3-Next's: by softmax, and one behind a gate that all rows share."""
-    out = mlp(w, f"{here}.shared_expert", x) / (
-        1 + np.exp(-x @ w[f"{here}.shared_expert_gate.weight"].T)
+def gated_experts(w: Tensors, prefix: str, x, config: dict):
+    """Qwen3-Next's experts: softmax scores and a gated shared expert."""
+    out = mlp(w, f"{prefix}.shared_expert", x) / (
+        1 + np.exp(-x @ w[f"{prefix}.shared_expert_gate.weight"].T)
     )
     for t, row in enumerate(x):
-        score = np.exp(w[f"{here}.gate.weight"] @ row)
+        score = np.exp(w[f"{prefix}.gate.weight"] @ row)
         chosen = np.argsort(-score)[: config["num_experts_per_tok"]]
-        for e, share in zip(chosen, score[chosen] / score[chosen].sum(), strict=True):
-            out[t] += share * mlp(w, f"{here}.experts.{e}", row[None])[0]
+        for e, expert_weight in zip(chosen, score[chosen] / score[chosen].sum(), strict=True):
+            out[t] += expert_weight * mlp(w, f"{prefix}.experts.{e}", row[None])[0]
     return out
 
 
 def qwen_mtp(w: Tensors, config: dict, embed, tokens, features):
-    """What the layer makes of tokens and features: the next feature, which is also the hidden
-    state.
-    """
+    """The next feature, which is also the hidden state."""
     eps = config["rms_norm_eps"]
-    here = "mtp.layers.0"
+    prefix = "mtp.layers.0"
     token = norm(embed[tokens], 1 + w["mtp.pre_fc_norm_embedding.weight"], eps)
     feature = norm(features, 1 + w["mtp.pre_fc_norm_hidden.weight"], eps)
     x = np.concatenate([token, feature], axis=-1) @ w["mtp.fc.weight"].T
     x = x + gated_attention(
-        w, f"{here}.self_attn", norm(x, 1 + w[f"{here}.input_layernorm.weight"], eps), config
+        w, f"{prefix}.self_attn", norm(x, 1 + w[f"{prefix}.input_layernorm.weight"], eps), config
     )
     x = x + gated_experts(
-        w, f"{here}.mlp", norm(x, 1 + w[f"{here}.post_attention_layernorm.weight"], eps), config
+        w, f"{prefix}.mlp", norm(x, 1 + w[f"{prefix}.post_attention_layernorm.weight"], eps), config
     )
     return norm(x, 1 + w["mtp.norm.weight"], eps)

@@ -1,5 +1,5 @@
-"""A made-up engine that is always busy, for the page's stand-in server: requests come, fill pages,
-share, go.
+"""A fake engine that is always busy, for the page's fake server: requests arrive, fill pages, share
+prefixes and end.
 """
 
 import itertools
@@ -15,7 +15,7 @@ PAGE_SIZE = 16
 
 @dataclass(eq=False)
 class Run:
-    """A request that runs. `own` ones are moved by the chat, the others by time."""
+    """A running request. The chat advances requests of its own (`own`), time advances others."""
 
     number: int
     id: str
@@ -34,10 +34,15 @@ class Run:
 
 
 class Busy:
-    """Its `frame()` is what /live says next."""
+    """`frame()` makes the next data of /live."""
 
-    def __init__(self, groups: dict[str, int], load: float = 0.6, most: int = 24, seed: int = 3):
-        self.groups, self.load, self.most, self.rng = groups, load, most, random.Random(seed)
+    def __init__(
+        self, groups: dict[str, int], load: float = 0.6, max_running: int = 24, seed: int = 3
+    ):
+        self.groups = groups
+        self.load = load
+        self.max_running = max_running
+        self.rng = random.Random(seed)
         self.free = {name: list(range(pages)) for name, pages in groups.items()}
         self.cached: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in groups}
         self.shared = {
@@ -76,7 +81,7 @@ class Busy:
                     cached,
                 )
             )
-        while self.waiting and len(self.runs) < self.most:
+        while self.waiting and len(self.runs) < self.max_running:
             run = self.waiting.pop(0)
             run.number = next(self.numbers)
             run.computed = run.cached
@@ -104,12 +109,12 @@ class Busy:
 
     def grow(self, run: Run) -> None:
         for name, pages in run.pages.items():
-            wanted = math.ceil((run.computed - run.cached + run.tokens) / PAGE_SIZE)
+            num_pages = math.ceil((run.computed - run.cached + run.tokens) / PAGE_SIZE)
             if name.startswith("window"):
                 while len(pages) > 16:
                     self.free[name].append(pages.pop(0))
-                wanted = min(wanted, 16)
-            while len(pages) < wanted:
+                num_pages = min(num_pages, 16)
+            while len(pages) < num_pages:
                 if not self.free[name]:
                     if not self.cached[name]:
                         break

@@ -1,5 +1,4 @@
-"""A server that stands in for Quire's, to draw and to test the page against: scripted answers, a
-made-up engine.
+"""A fake of Quire's server for tests and screenshots of the page: scripted answers, a fake engine.
 
 `python tests/support/page_server.py [CELLS [PORT]]` serves it with an engine that is always busy.
 """
@@ -47,64 +46,65 @@ STORY = (
 
 
 def token(
-    text: str, p: float = 0.9, others: dict[str, float] | None = None, known: bool = True
+    text: str,
+    p: float = 0.9,
+    alternatives: dict[str, float] | None = None,
+    is_complete: bool = True,
 ) -> dict[str, Any]:
-    """A token as `logprobs.content` tells it; not `known` where it is a part of a character."""
+    """An entry of `logprobs.content`; not `is_complete`: the token is part of a character."""
 
     def entry(text: str, p: float) -> dict[str, Any]:
-        broken = "\ufffd" in text or not known
+        broken = "\ufffd" in text or not is_complete
         return {
             "token": text,
             "logprob": math.log(p),
             "bytes": None if broken else list(text.encode()),
         }
 
-    likeliest = sorted({text: p, **(others or {})}.items(), key=lambda item: -item[1])
+    likeliest = sorted({text: p, **(alternatives or {})}.items(), key=lambda item: -item[1])
     return entry(text, p) | {"top_logprobs": [entry(*item) for item in likeliest[:5]]}
 
 
 def said(text: str, *tokens: dict[str, Any], **delta: Any) -> dict[str, Any]:
-    """A choice of a chunk: text and the tokens that wrote it."""
+    """The choice of a chunk: text and the entries of its tokens."""
     return {"delta": {"content": text, **delta}, "logprobs": {"content": list(tokens)}}
 
 
 def words(
-    text: str, seed: int = 1, together: int = 1, drafts: bool = False
+    text: str, seed: int = 1, pieces_per_chunk: int = 1, drafts: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """A text in tokens of about a word, with probabilities that look like a model's."""
+    """Chunks of a text in tokens of about a word, with plausible probabilities."""
     rng = random.Random(seed)
-    parts = [part for word in text.split(" ") for part in (" " + word[:5], word[5:]) if part]
-    parts[0] = parts[0].strip()
-    for at in range(0, len(parts), together):
+    pieces = [piece for word in text.split(" ") for piece in (" " + word[:5], word[5:]) if piece]
+    pieces[0] = pieces[0].strip()
+    for at in range(0, len(pieces), pieces_per_chunk):
         tokens = []
-        for part in parts[at : at + together]:
+        for piece in pieces[at : at + pieces_per_chunk]:
             p = rng.choice([0.999, 0.98, 0.9, 0.75, 0.5, 0.22, 0.06])
             shares = sorted((rng.random() ** 3 + 0.01 for _ in range(5)), reverse=True)
-            rest = {
-                other: (1 - p) * share / (sum(shares) + 0.05)
-                for other, share in zip(
+            alternatives = {
+                candidate: (1 - p) * share / (sum(shares) + 0.05)
+                for candidate, share in zip(
                     rng.sample(
                         [" the", " a", " little", ",", " and", " of", " sea", " one", "ing"], 5
                     ),
                     shares,
                     strict=True,
                 )
-                if other != part
+                if candidate != piece
             }
-            tokens.append(token(part, p, rest))
+            tokens.append(token(piece, p, alternatives))
         places = [place for place in range(len(tokens)) if rng.random() < 0.45]
-        yield said("".join(parts[at : at + together]), *tokens) | (
+        yield said("".join(pieces[at : at + pieces_per_chunk]), *tokens) | (
             {"drafted": places} if drafts else {}
         )
 
 
 @dataclass
 class StandIn:
-    """What it answers. An answer is a list: chunks (dicts with `delta`), pauses in seconds, and at
-    last how it ends.
+    """A fake server. An answer lists chunks (dicts with `delta`), pauses in seconds and an end.
 
-    It ends with a finish reason (a string), with `{"error": ...}`, or with None: the connection
-    closes.
+    The end is a finish reason (a string), `{"error": ...}`, or None: the connection closes.
     """
 
     key: str | None = None
@@ -112,11 +112,11 @@ class StandIn:
     answers: dict[str, list[Any]] = field(default_factory=dict)
     # by prompt: a status, an error
     refusals: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
-    # what /live says; `None`: it ends at once
+    # the data of /live; `None`: the stream ends at once
     frame: dict[str, Any] | Callable[[], dict[str, Any]] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    watched: list[str | None] = field(default_factory=list)  # the models that /live was asked for
-    left: int = 0  # clients that went away amid an answer
+    watched: list[str | None] = field(default_factory=list)  # models that were requested at /live
+    num_disconnects: int = 0  # number of clients that disconnected during an answer
     pause: float = 0.0  # seconds between the words of the story
     busy: Busy | None = None
     down: bool = False  # streams end and nothing is answered
@@ -178,8 +178,8 @@ class StandIn:
         self.bodies.append(body)
         prompt = body["messages"][-1]["content"]
         if prompt in self.refusals:
-            status, found = self.refusals[prompt]
-            return JSONResponse({"error": found}, status)
+            status, refusal = self.refusals[prompt]
+            return JSONResponse({"error": refusal}, status)
         return StreamingResponse(self.events(body, prompt), media_type="text/event-stream")
 
     async def events(self, body: dict[str, Any], prompt: str) -> AsyncIterator[str]:
@@ -223,7 +223,7 @@ class StandIn:
                 "[DONE]\n\n"
             )
         except asyncio.CancelledError:
-            self.left += 1
+            self.num_disconnects += 1
             raise
         finally:
             if run:
@@ -246,7 +246,7 @@ def error(status: int, message: str, kind: str, code: str | None = None) -> Resp
 
 @contextlib.contextmanager
 def serving(stand_in: StandIn) -> Iterator[str]:
-    """The stand-in on a port of its own; yields its URL."""
+    """Serve the fake on a free port; yields its URL."""
     server = uvicorn.Server(
         uvicorn.Config(stand_in.app(), port=0, log_level="error", timeout_graceful_shutdown=1)
     )
@@ -263,6 +263,8 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cells, port = [int(given) for given in [*sys.argv[1:], *["4095", "8123"][len(sys.argv) - 1 :]]]
+    cells, port = [
+        int(number_text) for number_text in [*sys.argv[1:], *["4095", "8123"][len(sys.argv) - 1 :]]
+    ]
     busy = Busy({"full": cells})
     uvicorn.run(StandIn(busy=busy, pause=0.03).app(), port=port, log_level="warning")

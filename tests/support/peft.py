@@ -1,4 +1,4 @@
-"""Folders as PEFT writes them, and the same adapters merged into a model's tensors, in numpy."""
+"""Adapter folders as PEFT writes them, and adapters merged into a model's tensors, in numpy."""
 
 import json
 import re
@@ -21,32 +21,35 @@ def draw(
 ) -> dict[str, np.ndarray]:
     """Random matrices for every weight whose module has one of these names."""
     rng = np.random.default_rng(seed)
-    found = {}
+    adapter = {}
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in names:
             continue
-        own = (ranks or {}).get(module.rpartition(".")[2], rank)
-        for half, shape in (("A", (own, weight.shape[1])), ("B", (weight.shape[0], own))):
+        module_rank = (ranks or {}).get(module.rpartition(".")[2], rank)
+        for half, shape in (
+            ("A", (module_rank, weight.shape[1])),
+            ("B", (weight.shape[0], module_rank)),
+        ):
             value = rng.standard_normal(shape) * size / shape[1] ** 0.5
-            found[f"base_model.model.{module}.lora_{half}.weight"] = value.astype(np.float32)
-    return found
+            adapter[f"base_model.model.{module}.lora_{half}.weight"] = value.astype(np.float32)
+    return adapter
 
 
-def lengths(
+def magnitude_vectors(
     tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """What DoRA has besides: other lengths for the rows of each weight that is adapted."""
+    """DoRA's magnitude vectors: new row lengths for each adapted weight."""
     rng = np.random.default_rng(seed)
-    found = {}
+    magnitudes = {}
     for name, weight in tensors.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" in adapter:
-            times = 1 + 0.3 * rng.standard_normal(len(weight))
-            found[f"{module}.lora_magnitude_vector"] = (
-                np.linalg.norm(weight, axis=1) * times
+            factors = 1 + 0.3 * rng.standard_normal(len(weight))
+            magnitudes[f"{module}.lora_magnitude_vector"] = (
+                np.linalg.norm(weight, axis=1) * factors
             ).astype(np.float32)
-    return found
+    return magnitudes
 
 
 def write(folder: Path, adapter: dict[str, np.ndarray], about: dict | None = None) -> Path:
@@ -59,24 +62,26 @@ def write(folder: Path, adapter: dict[str, np.ndarray], about: dict | None = Non
 def merged(
     tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about: dict | None = None
 ) -> dict:
-    """PEFT's own sum: W + scale * B A, with the rank and alpha of the first pattern that fits; of
-    DoRA its rows get their lengths, in float64."""
+    """W + scale * B A as PEFT merges, with alpha of the first pattern that matches the module.
+
+    With DoRA, rows get the lengths of the magnitude vector, in float64.
+    """
     about = ABOUT | (about or {})
-    found = dict(tensors)
+    merged_tensors = dict(tensors)
     for name in tensors:
         module = name.removesuffix(".weight")
         if (up := adapter.get(f"base_model.model.{module}.lora_B.weight")) is None:
             continue
         down = adapter[f"base_model.model.{module}.lora_A.weight"]
         alphas = (about.get("alpha_pattern") or {}).items()
-        fitting = [value for key, value in alphas if re.match(rf"(.*\.)?({key})$", module)]
-        alpha = fitting[0] if fitting else about["lora_alpha"]
+        matching_alphas = [value for key, value in alphas if re.match(rf"(.*\.)?({key})$", module)]
+        alpha = matching_alphas[0] if matching_alphas else about["lora_alpha"]
         rank = down.shape[0]
         scale = alpha / rank**0.5 if about["use_rslora"] else alpha / rank
-        found[name] = tensors[name] + np.float32(scale) * (up @ down)
+        merged_tensors[name] = tensors[name] + np.float32(scale) * (up @ down)
         if (length := adapter.get(f"base_model.model.{module}.lora_magnitude_vector")) is not None:
-            whole = tensors[name].astype(np.float64) + scale * up.astype(np.float64) @ down
-            found[name] = (length[:, None] * whole / np.linalg.norm(whole, axis=1)[:, None]).astype(
-                np.float32
-            )
-    return found
+            dense = tensors[name].astype(np.float64) + scale * up.astype(np.float64) @ down
+            merged_tensors[name] = (
+                length[:, None] * dense / np.linalg.norm(dense, axis=1)[:, None]
+            ).astype(np.float32)
+    return merged_tensors

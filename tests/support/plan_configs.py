@@ -1,6 +1,4 @@
-"""Configurations to plan for: published models with their published figures, and random ones of
-every kind.
-"""
+"""Configurations for planning: published models with their figures, and random ones."""
 
 import random
 from dataclasses import replace
@@ -14,7 +12,7 @@ LLAMA = {
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
-# the config of each, and its published parameters, cache a token and cache of 4,096 tokens
+# (config, (parameters, KV bytes per token, KV bytes of 4,096 tokens)), as published
 PUBLISHED = {
     "7B": (
         {
@@ -50,7 +48,7 @@ PUBLISHED = {
 
 
 def random_config(rng: random.Random) -> ModelConfig:
-    """A few layers of every kind: full, window, latent, shared; dense and with experts."""
+    """A few random layers: full, sliding-window, latent or shared attention; dense or experts."""
     rope = Rope((1.0,))
     layers: list[Layer] = []
     for index in range(rng.randint(1, 8)):

@@ -1,4 +1,4 @@
-"""config.json as it is published with real models, and what is known of them."""
+"""Published config.json files of real models, and their known properties."""
 
 from typing import Any, NamedTuple
 
@@ -6,16 +6,16 @@ GLOBAL = None
 
 
 class Published(NamedTuple):
-    """A config.json, the parameters its model is known to have, and each layer's window."""
+    """A config.json, the model's known number of parameters, and each layer's window."""
 
     config: dict[str, Any]
     parameters: float
     windows: list[int | None]
 
 
-def kinds(layers: int, every: int, window: int) -> list[int | None]:
-    """Each `every`-th layer global, the rest behind a window."""
-    return [window if (i + 1) % every else GLOBAL for i in range(layers)]
+def kinds(layers: int, full_every: int, window: int) -> list[int | None]:
+    """Each `full_every`-th layer is global, the others have a sliding window."""
+    return [window if (i + 1) % full_every else GLOBAL for i in range(layers)]
 
 
 LONG_FACTORS = {
@@ -368,7 +368,7 @@ PUBLISHED = {
                 "vision_use_head": False,
             },
         },
-        3.880e9,  # 4.30e9 less the vision tower's 417e6 and the projector's 3e6
+        3.880e9,  # 4.30e9 without the vision tower's 417e6 and the projector's 3e6
         kinds(34, 6, 1024),
     ),
     "gemma-3-27b": Published(
@@ -1050,8 +1050,7 @@ PUBLISHED = {
     ),
 }
 
-# Models that differ from one of the above in a few keys: what differs, and the parameters or what
-# the error says.
+# Variants of the models above: changed keys, and the number of parameters or the error message.
 RELATIVES: dict[str, tuple[str, dict[str, Any], float | str]] = {
     "granite-3.1-2b": (
         "granite-3.3-8b",

@@ -1,4 +1,4 @@
-"""config.json as it is published with models that have experts, and what is known of them."""
+"""Published config.json files of models with experts, and their known properties."""
 
 from quire.tests.support.published import GLOBAL, Published, kinds
 
@@ -137,7 +137,7 @@ def spelled(windows: list[int | None]) -> list[str]:
 
 
 def gemma4(windows: list[int | None], **text) -> dict:
-    """The text model's keys in those of the whole, which also sees and hears."""
+    """The config of a multimodal model with the text model's keys in `text_config`."""
     return {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "audio_config": None,
@@ -167,8 +167,8 @@ def gemma4(windows: list[int | None], **text) -> dict:
     }
 
 
-def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
-    """The text model's keys in those of the whole, which also sees."""
+def llama4(experts: int, moe_interval: int, rope_scaling: dict | None) -> dict:
+    """The config of an image-text model with the text model's keys in `text_config`."""
     return {
         "architectures": ["Llama4ForConditionalGeneration"],
         "boi_token_index": 200080,
@@ -190,12 +190,12 @@ def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
             "hidden_act": "silu",
             "hidden_size": 5120,
             "initializer_range": 0.02,
-            "interleave_moe_layer_step": every,
+            "interleave_moe_layer_step": moe_interval,
             "intermediate_size": 8192,
             "intermediate_size_mlp": 16384,
-            "max_position_embeddings": 10485760 if every == 1 else 1048576,
+            "max_position_embeddings": 10485760 if moe_interval == 1 else 1048576,
             "model_type": "llama4_text",
-            "no_rope_layers": [1, 1, 1, 0] * 12 if every == 1 else [],
+            "no_rope_layers": [1, 1, 1, 0] * 12 if moe_interval == 1 else [],
             "num_attention_heads": 40,
             "num_experts_per_tok": 1,
             "num_hidden_layers": 48,
@@ -210,7 +210,7 @@ def llama4(experts: int, every: int, rope_scaling: dict | None) -> dict:
             "router_jitter_noise": 0.0,
             "torch_dtype": "bfloat16",
             "use_cache": True,
-            "use_qk_norm": every == 1,
+            "use_qk_norm": moe_interval == 1,
             "vocab_size": 202048,
         },
         "torch_dtype": "bfloat16",
@@ -548,7 +548,7 @@ PUBLISHED_MOE = {
             "v_head_dim": 128,
             "vocab_size": 129280,
         },
-        671.03e9,  # without the layer that predicts a second token
+        671.03e9,  # without the multi-token-prediction layer
         [GLOBAL] * 61,
     ),
     "gemma-4-E2B": Published(
@@ -567,7 +567,7 @@ PUBLISHED_MOE = {
             max_position_embeddings=131072,
             use_bidirectional_attention=None,
         ),
-        4.65e9,  # 5.1e9 less what sees and hears
+        4.65e9,  # 5.1e9 without the vision and audio parts
         kinds(35, 5, 512),
     ),
     "gemma-4-26B-A4B": Published(
@@ -707,7 +707,7 @@ PUBLISHED_MOE = {
             "use_qk_norm": False,
             "vocab_size": 151552,
         },
-        106.85e9,  # without the layer that predicts a second token
+        106.85e9,  # without the multi-token-prediction layer
         [GLOBAL] * 46,
     ),
     "GLM-4.7-Flash": Published(
@@ -751,7 +751,7 @@ PUBLISHED_MOE = {
             "v_head_dim": 256,
             "vocab_size": 154880,
         },
-        29.94e9,  # without the layer that predicts a second token
+        29.94e9,  # without the multi-token-prediction layer
         [GLOBAL] * 47,
     ),
     "MiniMax-M2": Published(
@@ -940,7 +940,7 @@ PUBLISHED_MOE = {
             },
         )
         | {"tie_word_embeddings": False},
-        107.77e9,  # 108.6e9 less what sees
+        107.77e9,  # 108.6e9 without the vision part
         kinds(48, 4, 8192),
     ),
     "Llama-4-Maverick": Published(llama4(128, 2, None), 400.71e9, kinds(48, 4, 8192)),
@@ -1011,8 +1011,7 @@ PUBLISHED_MOE = {
     ),
 }
 
-# Models that differ from one of the above in a few keys: what differs, and the parameters or what
-# the error says.
+# Variants of the models above: changed keys, and the number of parameters or the error message.
 RELATIVES_MOE: dict[str, tuple[str, dict, float | str]] = {
     "DeepSeek-V3.2": (
         "DeepSeek-V3",
@@ -1052,7 +1051,7 @@ RELATIVES_MOE: dict[str, tuple[str, dict, float | str]] = {
             "routed_scaling_factor": 2.5,
             "use_qk_norm": True,
         },
-        352.8e9,  # without the layer that predicts a second token
+        352.8e9,  # without the multi-token-prediction layer
     ),
     "ERNIE-4.5-300B-A47B": (
         "ERNIE-4.5-21B-A3B",

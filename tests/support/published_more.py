@@ -1,4 +1,4 @@
-"""config.json as it is published: encoders, Mamba 2 and Phi-3.5-MoE, from memory but for the
+"""config.json files of encoders, Mamba 2 and Phi-3.5-MoE, written from memory except for the
 numbers of parameters.
 """
 

@@ -1,8 +1,8 @@
-"""How near Quire and llama.cpp come to float32 on the same file: `python
+"""Differences of Quire and llama.cpp from float32 on the same GGUF file: `python
 tests/support/real_fidelity.py [NAME ...]`.
 
-The reference is transformers with the dequantised weights. All read one text, so that a token that
-differs does not change what comes after it. Needs `make real`, which fetches the models and builds
+The reference is transformers with the dequantised weights. All engines score one fixed text, so
+that differences do not accumulate. Needs `make real`, which fetches the models and builds
 llama.cpp.
 """
 
@@ -21,24 +21,22 @@ GGUF = ("smollm2", "qwen-500m")
 
 
 class Distance(NamedTuple):
-    """How far an engine's log-probabilities of a text's tokens are from the reference's."""
+    """Differences of an engine's log-probabilities of a text's tokens from the reference's."""
 
     mean: float  # of the absolute differences, in nats
     worst: float
     perplexity: float  # of the text, by the engine
 
     @classmethod
-    def between(cls, found: np.ndarray, expected: np.ndarray) -> "Distance":
-        differences = np.abs(found - expected)
+    def between(cls, actual: np.ndarray, expected: np.ndarray) -> "Distance":
+        differences = np.abs(actual - expected)
         return cls(
-            float(differences.mean()), float(differences.max()), float(np.exp(-found.mean()))
+            float(differences.mean()), float(differences.max()), float(np.exp(-actual.mean()))
         )
 
 
 def of_reference(path: str) -> tuple[list[int], np.ndarray]:
-    """The tokens of the text, and the log-probability of each but the first after those before
-    it.
-    """
+    """(tokens of the text, log-probabilities of all tokens but the first)."""
     from quire.tests.support.real_reference import Reference
 
     reference = Reference(path)

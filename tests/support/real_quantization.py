@@ -1,5 +1,5 @@
-"""What rounding costs models with trained weights: `python tests/support/real_quantization.py
-FOLDER [NAME ...]`.
+"""The perplexity of quantised models with trained weights:
+`python tests/support/real_quantization.py FOLDER [NAME ...]`.
 
 Writes the dequantised weights of each model of tests/real/models.toml into FOLDER, rounds them by
 `quire quantize` in each way, and prints the perplexity of the first 2,048 tokens of
@@ -34,7 +34,7 @@ WAYS = (
 
 
 def write_dense(name: str, folder: Path) -> None:
-    """A folder with the dequantised weights and the tokenizer of a GGUF file."""
+    """Write a folder with the dequantised weights and the tokenizer of a GGUF file."""
     from quire.tests.support.real_reference import Reference
 
     reference = Reference(str(real_models.path_of(name)))
@@ -44,7 +44,7 @@ def write_dense(name: str, folder: Path) -> None:
 
 
 def quantize(dense: Path, out: Path, quantization: str, method: str) -> float:
-    """The seconds that `quire quantize` took."""
+    """Run `quire quantize`; returns its seconds."""
     start = time.monotonic()
     command = [sys.executable, "-m", "quire", "quantize", str(dense), str(out)]
     subprocess.run(
@@ -56,7 +56,7 @@ def quantize(dense: Path, out: Path, quantization: str, method: str) -> float:
 
 
 def perplexity(folder: Path) -> float:
-    """Of a text that no method saw."""
+    """Perplexity of a text that no method calibrates on."""
     from quire import LLM, SamplingParams
 
     text = "\n\n".join(pydoc_data.topics.topics[topic] for topic in TOPICS)

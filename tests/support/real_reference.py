@@ -1,6 +1,4 @@
-"""What transformers computes in float32 from a GGUF file: an independent reader of the file and of
-the model.
-"""
+"""transformers in float32 on a GGUF file: an independent reader of the file and the model."""
 
 import json
 from collections.abc import Sequence
@@ -25,9 +23,7 @@ class Reference:
         )
 
     def write(self, folder: Path) -> None:
-        """A model folder with the dequantised weights; transformers does not save what it has read
-        from a GGUF file.
-        """
+        """Write a model folder with the dequantised weights, which transformers cannot save itself."""
         config = self.model.config.to_dict()
         config.pop("quantization_config", None)
         (folder / "config.json").write_text(json.dumps(config, default=str))
@@ -37,7 +33,7 @@ class Reference:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """[T, V]: the log-probabilities of what comes after each token."""
+        """[T, V]: log-probabilities of the next token after each token."""
         with torch.no_grad():
             logits_TV = self.model(torch.tensor([list(tokens)])).logits[0]
             return torch.log_softmax(logits_TV, -1).numpy()

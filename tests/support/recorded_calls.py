@@ -36,8 +36,8 @@ PYTHON = (
 )
 
 
-def tags(before: str, between: str, after: str) -> str:
-    return "".join(f"{before}{key}{between}{value}{after}" for key, value in PARAMETERS)
+def tags(opening: str, separator: str, closing: str) -> str:
+    return "".join(f"{opening}{key}{separator}{value}{closing}" for key, value in PARAMETERS)
 
 
 def dsml(block: str) -> str:
@@ -57,7 +57,7 @@ def gemma(start: str, quote: str, end: str) -> str:
     return f"{start}call:find_trains{{{fields}}}{end}{start}call:now{{}}{end}"
 
 
-HERMES = "".join(f"<tool_call>\n{each}\n</tool_call>\n" for each in OBJECTS)
+HERMES = "".join(f"<tool_call>\n{call_object}\n</tool_call>\n" for call_object in OBJECTS)
 QWEN = (
     f"<tool_call>\n<function=find_trains>\n{tags('<parameter=', chr(62) + chr(10), chr(10) + '</parameter>' + chr(10))}"
     "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
@@ -66,13 +66,12 @@ GLM = (
     f"<tool_call>find_trains\n{tags('<arg_key>', '</arg_key>' + chr(10) + '<arg_value>', '</arg_value>' + chr(10))}"
     "</tool_call>\n<tool_call>now\n</tool_call>"
 )
-LLAMA = "; ".join(each.replace("arguments", "parameters") for each in OBJECTS)
+LLAMA = "; ".join(call_object.replace("arguments", "parameters") for call_object in OBJECTS)
 PYTHONIC = f"[{', '.join(PYTHON)}]"
 BEGIN, CALL, SEP, END, LAST = (
-    f"<｜tool▁{each}｜>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+    f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
-# Both calls: find_trains(TRAINS) and now(). Text stands before them unless the format has none
-# there.
+# Both calls: find_trains(TRAINS) and now(). Formats in ALONE have no text before calls.
 RECORDED: dict[str, str] = {
     "apertus": f'<|tools_prefix|>[{{"find_trains": {JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
     "cohere_command3": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "find_trains", "parameters": '
@@ -85,19 +84,19 @@ RECORDED: dict[str, str] = {
     "ernie45": HERMES,
     "functiongemma": gemma("<start_function_call>", "<escape>", "<end_function_call>"),
     "gemma4": gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
-    "gigachat3": "".join(f"<|function_call|>{each}" for each in OBJECTS),
+    "gigachat3": "".join(f"<|function_call|>{call_object}" for call_object in OBJECTS),
     "glm45": GLM,
     "glm47": GLM.replace("</arg_value>\n", "</arg_value>")
     .replace("</arg_key>\n", "</arg_key>")
     .replace("find_trains\n", "find_trains"),
     "granite": f"<|tool_call|>[{', '.join(OBJECTS)}]",
-    "granite-20b-fc": "\n".join(f"<function_call> {each}" for each in OBJECTS),
+    "granite-20b-fc": "\n".join(f"<function_call> {call_object}" for call_object in OBJECTS),
     "granite4": HERMES,
     "hermes": HERMES,
     "hunyuan_a13b": f"<tool_calls>[{', '.join(OBJECTS)}]</tool_calls>",
     "internlm": "".join(
-        f"<|action_start|><|plugin|>\n{each.replace('arguments', 'parameters')}<|action_end|>\n"
-        for each in OBJECTS
+        f"<|action_start|><|plugin|>\n{call_object.replace('arguments', 'parameters')}<|action_end|>\n"
+        for call_object in OBJECTS
     ),
     "jamba": f"<tool_calls>[\n    {OBJECTS[0]},\n    {OBJECTS[1]}\n]</tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.find_trains:0<|tool_call_argument_begin|>"
@@ -107,7 +106,9 @@ RECORDED: dict[str, str] = {
     "llama3_json": LLAMA,
     "llama4_json": LLAMA,
     "llama4_pythonic": f"<|python_start|>{PYTHONIC}<|python_end|>",
-    "longcat": "".join(f"<longcat_tool_call>\n{each}\n</longcat_tool_call>\n" for each in OBJECTS),
+    "longcat": "".join(
+        f"<longcat_tool_call>\n{call_object}\n</longcat_tool_call>\n" for call_object in OBJECTS
+    ),
     "mimo": QWEN,
     "minimax": "<tool_calls>\n" + "\n".join(OBJECTS) + "\n</tool_calls>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="find_trains">\n'
@@ -154,21 +155,23 @@ ALONE = {
 
 
 def joined(pieces) -> tuple[str, str, list[tuple[str, str]]]:
-    said = ""
-    thought = ""
+    text = ""
+    reasoning = ""
     calls = []
     for piece in pieces:
         if isinstance(piece, Said):
-            said += piece.text
+            text += piece.text
         elif isinstance(piece, Thought):
-            thought += piece.text
+            reasoning += piece.text
         elif isinstance(piece, CallStart):
             calls.append((piece.name, ""))
         elif isinstance(piece, Arguments):
             calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
-    return said, thought, calls
+    return text, reasoning, calls
 
 
 def read(make, *slices: str):
     parser = make()
-    return joined([*(piece for part in slices for piece in parser.push(part)), *parser.finish()])
+    return joined(
+        [*(piece for piece_text in slices for piece in parser.push(piece_text)), *parser.finish()]
+    )

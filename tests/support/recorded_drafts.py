@@ -1,17 +1,17 @@
-"""What a drafter in the step proposed, for tests to look at."""
+"""Records the proposals of a drafter that runs in the step."""
 
 from quire.serving.engine.step_record import Observer
 
 
 class Recorded(Observer):
-    """All that steps drafted, by the text that it was to follow."""
+    """All draft tokens that steps proposed, by the tokens before them."""
 
     def __init__(self):
         self.proposed: dict[tuple[int, ...], list[int]] = {}
 
     @classmethod
     def of(cls, engine) -> "Recorded":
-        """Observes an engine, from now on."""
+        """Start to observe an engine."""
         engine.observers.append(recorded := cls())
         return recorded
 

@@ -1,4 +1,4 @@
-"""What transformers makes of a folder: float32, eager attention, no cache."""
+"""Reference results of transformers: float32, eager attention, no cache."""
 
 import copy
 import json
@@ -20,20 +20,24 @@ transformers.utils.logging.disable_progress_bar()
 
 
 class Double(TorchFunctionMode):
-    """What asks for float32 gets float64."""
+    """Replace float32 by float64 in torch calls."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        given = {
+        float64_kwargs = {
             key: torch.float64 if value == torch.float32 else value
             for key, value in (kwargs or {}).items()
         }
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **given)
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(
+            *args, **float64_kwargs
+        )
 
 
 def rounded_once(rule):
-    """Frequencies as exact as float32 can hold them: transformers rounds at each step of scaling
-    them, and a last bit of a frequency, times a position, is more than all the rest of a model in
-    float32 gets wrong."""
+    """Compute RoPE frequencies in float64 and round once.
+
+    transformers rounds at each step of scaling; an error in a frequency's last bit, times a
+    position, exceeds all other float32 errors of a model.
+    """
 
     def frequencies(*args, **kwargs):
         with Double():
@@ -47,9 +51,7 @@ ROPE_INIT_FUNCTIONS.update({kind: rounded_once(rule) for kind, rule in ROPE_INIT
 
 
 def auto_class(config):
-    """What makes a model of a config: some that also see are known by that alone, and encoders by
-    their class.
-    """
+    """The auto class for a config: image-text models are not causal LMs, encoders end in "Model"."""
     if str((config.architectures or [None])[0]).endswith("Model"):
         return transformers.AutoModel
     causal = transformers.AutoModelForCausalLM
@@ -66,9 +68,7 @@ def built(config):
 
 
 def tensor_shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """The tensors that transformers saves for a config, under the names that the variant's
-    checkpoints have.
-    """
+    """Shapes of the tensors that transformers saves, under the names of the variant's checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(variant.config))
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -81,7 +81,7 @@ def tensor_shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
 
 
 def pack(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The same with gpt-oss's experts in MXFP4, which transformers widens as it loads."""
+    """Shapes with gpt-oss's experts in MXFP4, which transformers dequantises as it loads."""
     packed = {}
     for name, shape in shapes.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -103,7 +103,7 @@ def rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
 
 
 def load(folder: Path):
-    """The model of a folder; every tensor must have found its place."""
+    """Load the model of a folder; no tensor may be missing or left over."""
     model, info = auto_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained(
         folder,
         dtype=torch.float32,
@@ -127,9 +127,9 @@ def hidden(model, ids: list[int]) -> np.ndarray:
     return model(torch.tensor([ids])).last_hidden_state[0].numpy()
 
 
-def unsteadiness(model, ids: list[int]) -> float:
-    """How far float32 logits are from float64 ones: large where two experts or two rotations are
-    nearly tied.
+def float32_error(model, ids: list[int]) -> float:
+    """The largest difference of float32 and float64 logits: large if the choice of experts is
+    nearly a tie.
     """
     single = logits(model, ids)
     double = logits(model.double(), ids)
@@ -137,30 +137,32 @@ def unsteadiness(model, ids: list[int]) -> float:
     return float(np.abs(single - double).max())
 
 
-def softness(model, ids: list[int]) -> np.ndarray:
-    """[T]: how far a row's logits go where every weight and rotation moves by half of its last
-    bit.
+def logit_sensitivity(model, ids: list[int]) -> np.ndarray:
+    """[T]: the largest change of a token's logits if all weights and buffers change by half of
+    their last bit.
     """
     expected = logits(model, ids)
-    most = np.zeros(len(ids), np.float32)
+    max_differences = np.zeros(len(ids), np.float32)
     for seed in range(4):
-        moved = copy.deepcopy(model)
+        perturbed = copy.deepcopy(model)
         random = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for x in (*moved.parameters(), *moved.buffers()):
+            for x in (*perturbed.parameters(), *perturbed.buffers()):
                 if x.is_floating_point():
                     x.mul_(1 + torch.randn(x.shape, generator=random) * 2**-24)
-        most = np.maximum(most, np.abs(logits(moved, ids) - expected).max(axis=1))
-    return most
+        max_differences = np.maximum(
+            max_differences, np.abs(logits(perturbed, ids) - expected).max(axis=1)
+        )
+    return max_differences
 
 
 def greedy(model, ids: list[int], count: int) -> tuple[list[int], float]:
-    """(the next tokens, the least lead that one of them had over the second best)."""
+    """(next tokens, the smallest lead of any of them over the second best token)."""
     ids = list(ids)
-    least = float("inf")
+    min_lead = float("inf")
     for _ in range(count):
         row = logits(model, ids)[-1]
-        second, best = np.sort(row)[-2:]
-        least = min(least, float(best - second))
+        runner_up, best = np.sort(row)[-2:]
+        min_lead = min(min_lead, float(best - runner_up))
         ids.append(int(row.argmax()))
-    return ids[len(ids) - count :], least
+    return ids[len(ids) - count :], min_lead

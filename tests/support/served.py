@@ -1,6 +1,4 @@
-"""A server in a thread, for tests that speak to it over a socket; and an engine that says what a
-test wants.
-"""
+"""A server in a thread for tests over a socket, and an engine whose answers are scripted."""
 
 import asyncio
 import threading
@@ -20,8 +18,7 @@ from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
 from quire.serving.http.settings import Formats, ServerSettings
 
-# A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write
-# them.
+# A conversation as text that a script can parse: tools, then turns, as in Hermes and Qwen.
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for message in messages %}<{{ message.role }}>"
@@ -34,9 +31,7 @@ FORMATS = Formats("hermes", "qwen3", chat_template=TEMPLATE)
 
 
 class Script:
-    """A device that draws from each row what `say(prompt text)` answers, token by token, and then
-    the end.
-    """
+    """A fake device that samples the tokens of `say(prompt text)`, and then the end token."""
 
     def __init__(self, engine: Any, say: Callable[[str], str]):
         self.engine = engine
@@ -76,8 +71,8 @@ class Script:
         hidden = np.zeros((rows, 8), np.float32)
         logprobs = np.full(rows, -0.5, np.float32)
         top = np.full((rows, MAX_LOGPROBS), -1.5, np.float32)
-        wanted = np.tile(-np.arange(1, MAX_WANTED + 1, dtype=np.float32), (rows, 1))
-        sampled = Sampled(tokens, logprobs, ranks, best, top, wanted, ok)
+        listed_logprobs = np.tile(-np.arange(1, MAX_WANTED + 1, dtype=np.float32), (rows, 1))
+        sampled = Sampled(tokens, logprobs, ranks, best, top, listed_logprobs, ok)
         row = 0
         for item in items:
             count = len(item.scored_positions) + item.num_samples
@@ -96,9 +91,9 @@ class Script:
             prompt = tokenizer.decode(seq.tokens[: seq.num_prompt], skip_special_tokens=False)
             text = tokenizer.encode(self.say(prompt), add_special_tokens=False)
             self.lines[seq] = [*text, *tokenizer.eos_token_ids]
-        line = self.lines[seq]
-        token = line[min(seq.num_output, len(line) - 1)]  # a step ahead goes beyond the end
-        if seq.num_output + 1 in (len(line), seq.max_tokens):
+        answer = self.lines[seq]
+        token = answer[min(seq.num_output, len(answer) - 1)]  # a step in flight goes beyond the end
+        if seq.num_output + 1 in (len(answer), seq.max_tokens):
             del self.lines[seq]
         return token
 
@@ -106,11 +101,11 @@ class Script:
 def scripted(
     say: Callable[[str], str], num_seqs: int = 16, longest: int = 1000
 ) -> tuple[Any, Script]:
-    """An engine whose device follows a script."""
+    """An engine with a scripted device."""
     engine = pretended_engine(num_seqs, longest)
     script = Script(engine, say)
     engine.runner.launch, engine.runner.collect = script.launch, script.collect
-    engine.runner.load_weights = lambda: None  # there are none
+    engine.runner.load_weights = lambda: None  # there are no weights
     return engine, script
 
 
@@ -120,7 +115,7 @@ def model_of(engine: Any, *names: str) -> Model:
 
 @contextmanager
 def served(*models: Model, **chosen: Any) -> Iterator[Any]:
-    """(url, service, loop) of a server that is ready; it drains at the end."""
+    """Run a server in a thread; yields its state (`url`, `service`, `loop`). It drains at the end."""
     settings = ServerSettings(**{"port": 0, "shutdown_grace": 30.0, **chosen})
     started = threading.Event()
     state = SimpleNamespace(url="", service=None, loop=None, error=None)

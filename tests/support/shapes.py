@@ -1,4 +1,4 @@
-"""JSON schemas made up for tests, a validator for what they say, and grammars that mean harm."""
+"""Random JSON schemas, a validator for them, and hostile schemas, regexes and grammars."""
 
 import json
 import re
@@ -21,11 +21,13 @@ def integers(draw) -> dict[str, Any]:
 
 @st.composite
 def strings(draw) -> dict[str, Any]:
-    least = draw(st.integers(0, 3))
-    sized = {"minLength": least, "maxLength": least + draw(st.integers(0, 6))}
+    min_length = draw(st.integers(0, 3))
+    length_limits = {"minLength": min_length, "maxLength": min_length + draw(st.integers(0, 6))}
     return {
         "type": "string",
-        **draw(st.sampled_from([sized, {"pattern": "^[a-c]{1,4}-\\d{2}$"}, {"format": "date"}])),
+        **draw(
+            st.sampled_from([length_limits, {"pattern": "^[a-c]{1,4}-\\d{2}$"}, {"format": "date"}])
+        ),
     }
 
 
@@ -43,12 +45,12 @@ def objects(draw, inner) -> dict[str, Any]:
 
 @st.composite
 def arrays(draw, inner) -> dict[str, Any]:
-    least = draw(st.integers(0, 2))
+    min_items = draw(st.integers(0, 2))
     return {
         "type": "array",
         "items": draw(inner),
-        "minItems": least,
-        "maxItems": least + draw(st.integers(0, 2)),
+        "minItems": min_items,
+        "maxItems": min_items + draw(st.integers(0, 2)),
     }
 
 
@@ -66,19 +68,19 @@ SCHEMAS = st.recursive(
     lambda inner: (
         objects(inner)
         | arrays(inner)
-        | st.builds(lambda some: {"anyOf": some}, st.lists(inner, min_size=1, max_size=3))
+        | st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3))
     ),
     max_leaves=6,
 )
 TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
 
-def same(a: Any, b: Any) -> bool:
-    """As JSON has it: true is not 1."""
+def json_equal(a: Any, b: Any) -> bool:
+    """Compare as JSON values: true is not 1."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
-def of_type(value: Any, kind: str) -> bool:
+def has_type(value: Any, kind: str) -> bool:
     if kind in ("integer", "number"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and (kind == "number" or value == int(value))
@@ -86,63 +88,67 @@ def of_type(value: Any, kind: str) -> bool:
 
 
 def valid(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value is what a schema of those above says."""
-    for word, said in schema.items():
-        fine = True
-        if word == "type":
-            fine = of_type(value, said)
-        elif word == "enum":
-            fine = any(same(value, one) for one in said)
-        elif word == "const":
-            fine = same(value, said)
-        elif word == "anyOf":
-            fine = any(valid(value, one) for one in said)
-        elif word in ("minimum", "maximum"):
-            fine = value >= said if word == "minimum" else value <= said
-        elif word == "multipleOf":
-            fine = value % said == 0
-        elif word in ("minLength", "minItems"):
-            fine = len(value) >= said
-        elif word in ("maxLength", "maxItems"):
-            fine = len(value) <= said
-        elif word == "pattern":
-            fine = re.search(said, value) is not None
-        elif word == "format":
-            fine = re.fullmatch(r"\d{4}-\d\d-\d\d", value) is not None
-        elif word == "items":
-            fine = all(valid(one, said) for one in value)
-        elif word == "properties":
-            fine = all(valid(value[name], own) for name, own in said.items() if name in value)
-        elif word == "required":
-            fine = all(name in value for name in said)
+    """Whether a value matches one of SCHEMAS."""
+    for keyword, constraint in schema.items():
+        is_valid = True
+        if keyword == "type":
+            is_valid = has_type(value, constraint)
+        elif keyword == "enum":
+            is_valid = any(json_equal(value, option) for option in constraint)
+        elif keyword == "const":
+            is_valid = json_equal(value, constraint)
+        elif keyword == "anyOf":
+            is_valid = any(valid(value, option) for option in constraint)
+        elif keyword in ("minimum", "maximum"):
+            is_valid = value >= constraint if keyword == "minimum" else value <= constraint
+        elif keyword == "multipleOf":
+            is_valid = value % constraint == 0
+        elif keyword in ("minLength", "minItems"):
+            is_valid = len(value) >= constraint
+        elif keyword in ("maxLength", "maxItems"):
+            is_valid = len(value) <= constraint
+        elif keyword == "pattern":
+            is_valid = re.search(constraint, value) is not None
+        elif keyword == "format":
+            is_valid = re.fullmatch(r"\d{4}-\d\d-\d\d", value) is not None
+        elif keyword == "items":
+            is_valid = all(valid(option, constraint) for option in value)
+        elif keyword == "properties":
+            is_valid = all(
+                valid(value[name], property_schema)
+                for name, property_schema in constraint.items()
+                if name in value
+            )
+        elif keyword == "required":
+            is_valid = all(name in value for name in constraint)
         else:
-            assert word == "additionalProperties" and said is False
-            fine = set(value) <= set(schema["properties"])
-        if not fine:
+            assert keyword == "additionalProperties" and constraint is False
+            is_valid = set(value) <= set(schema["properties"])
+        if not is_valid:
             return False
     return True
 
 
-def nested(depth: int, leaf: str = "{}", word: str = "items") -> str:
-    return f'{{"{word}":' * depth + leaf + "}" * depth
+def nested(depth: int, leaf: str = "{}", keyword: str = "items") -> str:
+    return f'{{"{keyword}":' * depth + leaf + "}" * depth
 
 
 def hostile() -> Iterator[dict[str, Any]]:
-    """Some two hundred: too deep, too large, without end, or simply wrong."""
-    many = [f"v{i}" for i in range(3000)]
+    """Some two hundred: too deep, too large, infinitely recursive or invalid."""
+    names = [f"v{i}" for i in range(3000)]
     for size in (10, 100, 1000, 10_000):
-        for word in ("items", "not", "additionalProperties", "anyOf", "x"):
-            yield {"json": nested(min(size, 60_000 // (len(word) + 6)), "{}", word)}
-        yield {"json": json.dumps({"enum": many[: size // 3 + 1]})}
-        yield {"json": json.dumps({"type": "object", "required": many[: size // 5 + 1]})}
+        for keyword in ("items", "not", "additionalProperties", "anyOf", "x"):
+            yield {"json": nested(min(size, 60_000 // (len(keyword) + 6)), "{}", keyword)}
+        yield {"json": json.dumps({"enum": names[: size // 3 + 1]})}
+        yield {"json": json.dumps({"type": "object", "required": names[: size // 5 + 1]})}
         yield {
             "json": json.dumps(
-                {"anyOf": [{"pattern": f"^{name}.*y$"} for name in many[: size // 5 + 1]]}
+                {"anyOf": [{"pattern": f"^{name}.*y$"} for name in names[: size // 5 + 1]]}
             )
         }
         yield {
             "json": json.dumps(
-                {"properties": {name: {"type": "integer"} for name in many[: size // 6 + 1]}}
+                {"properties": {name: {"type": "integer"} for name in names[: size // 6 + 1]}}
             )
         }
         yield {"regex": "(" * size + "a" + ")" * size if size < 8000 else "(" * 16_000}
@@ -171,7 +177,7 @@ def hostile() -> Iterator[dict[str, Any]]:
             + " & ".join(f"/(a|b)*a(a|b){{{size + i}}}/" for i in range(5))
         }
     for number in (10**9, 2**31, 2**63, 10**30, -1, 0.5):
-        for word in (
+        for keyword in (
             "minItems",
             "maxItems",
             "minLength",
@@ -179,8 +185,8 @@ def hostile() -> Iterator[dict[str, Any]]:
             "minProperties",
             "maxProperties",
         ):
-            kind = "array" if "Items" in word else "string" if "Length" in word else "object"
-            yield {"json": {"type": kind, word: number}}
+            kind = "array" if "Items" in keyword else "string" if "Length" in keyword else "object"
+            yield {"json": {"type": kind, keyword: number}}
         yield {"json": {"type": "integer", "multipleOf": number}}
         yield {"json": {"type": "number", "minimum": number, "maximum": -number}}
     for number in (99_991, 1_000_003, 123_456_789, 1e-10, 1.234567e-7, 0):
@@ -214,7 +220,7 @@ def hostile() -> Iterator[dict[str, Any]]:
             }
         }
         yield {"json": {"type": "object", "properties": {"a": {"$ref": target}}, "required": ["a"]}}
-    for word in (
+    for keyword in (
         "type",
         "properties",
         "items",
@@ -226,8 +232,8 @@ def hostile() -> Iterator[dict[str, Any]]:
         "$defs",
         "format",
     ):
-        for wrong in (5, "x", [], {"a": 1}, [[[]]]):
-            yield {"json": {word: wrong}}
+        for invalid_value in (5, "x", [], {"a": 1}, [[[]]]):
+            yield {"json": {keyword: invalid_value}}
     for text in (
         "",
         " ",

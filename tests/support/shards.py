@@ -1,6 +1,4 @@
-"""Arrays in the order in which the devices of a mesh hold them: equal cuts of these are the
-shards.
-"""
+"""Arrays in device order: equal slices of these are the shards of a mesh's devices."""
 
 from quire.sharding.mesh import shard_layouts, take_elements
 

@@ -1,6 +1,4 @@
-"""What the tests of official clients talk with: a model that follows a script, and the bundled
-one.
-"""
+"""Servers for the tests of official clients: a scripted model, and the bundled model."""
 
 import json
 import re
@@ -18,14 +16,14 @@ from quire.tests.support.served import model_of, scripted, served
 TURN = re.compile(
     r"<(system|user|assistant|tool)>(.*?)(?=<(?:system|user|assistant|tool)>|\Z)", re.DOTALL
 )
-# The bundled model's own turns. It was not taught tools: they have a place here, but tell it
-# nothing.
+# The bundled model's own turns. It was not trained on tools, so that tools are accepted and
+# ignored.
 PLAIN = (
     "{{ bos_token }}{% if tools %}{% endif %}{% for message in messages %}{{ '<|' ~ ('user' if "
     "message.role == 'tool' else message.role) ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor "
     "%}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# What the bundled model answers, being sure of it.
+# Prompts that the bundled model answers reliably, and their answers.
 SORT = "Sort: 39 84 36 90"
 SORTED = "36 39 84 90"
 PERSON = "Give JSON for: David is a painter in Lagos"
@@ -34,43 +32,43 @@ LIST = "Remember this list.\n- Ravi: snow\n- Ella: farm\n- Emma: glass\n\nWhat d
 
 
 def say(prompt: str) -> str:
-    """What the last turn asks for: calls, thoughts, many words, what tools said, or the turn itself
-    again.
+    """The scripted answer: tool calls, reasoning, a long text, tool results, or an echo of the last
+    turn.
     """
     turns = TURN.findall(prompt)
-    asked = next(text for role, text in reversed(turns) if role != "assistant")
+    last_text = next(text for role, text in reversed(turns) if role != "assistant")
     results = [text for role, text in turns if role == "tool"]
     if turns[-2:][0][0] == "tool":
         return f"It is {' and '.join(results)}."
-    thought = "<think>\nI must look.\n</think>\n\n" if "think" in asked else ""
-    if "<tools>" in prompt and "weather" in asked:
+    thought = "<think>\nI must look.\n</think>\n\n" if "think" in last_text else ""
+    if "<tools>" in prompt and "weather" in last_text:
         calls = [
             {"name": "weather", "arguments": {"city": city}}
-            for city in re.findall(r"in (\w+)", asked)
+            for city in re.findall(r"in (\w+)", last_text)
         ]
         return f"{thought}I look. " + "".join(
             f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls
         )
-    if "<tools>" in prompt and (asked_for := re.search(r"sum of (.+)", asked)):
+    if "<tools>" in prompt and (sum_match := re.search(r"sum of (.+)", last_text)):
         return (
             "I add. "
-            f"<tool_call>\n{json.dumps({'name': 'sums', 'arguments': {'input': asked_for[1]}})}\n</tool_call>"
+            f"<tool_call>\n{json.dumps({'name': 'sums', 'arguments': {'input': sum_match[1]}})}\n</tool_call>"
         )
-    if "Write a summary" in asked:
+    if "Write a summary" in last_text:
         return "They greeted."
-    if "count" in asked:
+    if "count" in last_text:
         return " ".join(map(str, range(1, 301)))
-    return f"{thought}You said: {asked} – 世界 👩‍🚀"
+    return f"{thought}You said: {last_text} – 世界 👩‍🚀"
 
 
 def said(text: str) -> str:
-    """The answer to a turn that asks for nothing else."""
+    """The scripted echo of a turn."""
     return f"You said: {text} – 世界 👩‍🚀"
 
 
 @contextmanager
 def scripted_server(formats: Formats, **chosen: Any) -> Iterator[Any]:
-    """The server of `served`, with its engine and its script."""
+    """A server of the scripted model; yields its state with `engine` and `script`."""
     engine, script = scripted(say)
     with served(model_of(engine, "quill", "other-name"), formats=formats, **chosen) as state:
         state.engine = engine
@@ -91,7 +89,7 @@ def bundled_server(formats: Formats | None = None) -> Iterator[Any]:
 
 
 def until(happened, seconds: float = 60.0) -> None:
-    """Wait for something that must happen."""
+    """Wait until a condition holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not happened() and time.monotonic() < end:
         time.sleep(0.005)
@@ -99,7 +97,7 @@ def until(happened, seconds: float = 60.0) -> None:
 
 
 def frees_all(server: Any, seconds: float = 60.0) -> None:
-    """Soon nothing runs, and every page is free or kept for others."""
+    """Wait until nothing runs; every page must be free or cached."""
     until(lambda: not server.engine.busy and not server.engine.requests, seconds)
     server.engine.scheduler.check()
     assert server.engine.tables[0].used() == 0

@@ -1,5 +1,5 @@
-"""Chat templates with what few families have, and the conversations that show it; the prompts are
-those of transformers.
+"""Chat templates with rare features, conversations that use them, and the prompts that transformers
+renders.
 """
 
 # ruff: noqa: E501 - a prompt is one line, however long
@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.tests.support.chat_templates import AGAIN, ASK, CALL, SUNNY, SYSTEM, WARM, WEATHER, Case
 
-# What was thought is read as `thinking`, and stands beside calls alone.
+# Reasoning is read from `thinking`, and only beside tool calls.
 CHANNELS = """\
 {%- for message in messages -%}
     {%- if message.role == "assistant" -%}
@@ -34,7 +34,7 @@ CHANNELS = """\
 {%- if add_generation_prompt %}{{ "<a>" }}{% endif -%}
 """
 
-# A field that is there but None is not what the template looks for.
+# A field whose value is None counts as missing.
 FIELDS = """\
 {%- for message in messages %}
     {{- "<" + message.role + (":" + message.name if message.name is defined else "") + ">" }}
@@ -43,7 +43,7 @@ FIELDS = """\
 {%- endfor %}
 """
 
-# Parts are looked for by a name that is not defined, which in Jinja is an iterable without items.
+# The template tests an undefined name, which is an empty iterable in Jinja.
 PARTS = """\
 {%- macro typed(value) -%}
     {%- if value is iterable and value is not string -%}
@@ -69,7 +69,7 @@ PARTS = """\
 {%- endfor -%}
 """
 
-# Arguments are written as Python prints them.
+# Arguments are formatted as by Python.
 PRINTED = """\
 {%- for message in messages if message.tool_calls -%}
     {%- for call in message.tool_calls -%}
@@ -82,7 +82,7 @@ PRINTED = """\
 {%- endfor -%}
 """
 
-# Line breaks stand as raw text.
+# Line breaks are raw text.
 RAW = """\
 {% for message in messages %}{% if loop.first and message.role != 'system' %}{% raw %}<s>system
 You help. {{ so }}</s>

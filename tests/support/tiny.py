@@ -1,4 +1,4 @@
-"""A tiny Llama folder with random weights, and what can be done to it."""
+"""A tiny Llama folder with random weights."""
 
 import json
 from pathlib import Path
@@ -24,32 +24,35 @@ LLAMA = {
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama checkpoint, as its own code names them."""
+    """Shapes of a Llama checkpoint's tensors by name."""
     D = config["hidden_size"]
     F = config["intermediate_size"]
     V = config["vocab_size"]
     N = config["num_attention_heads"]
     K = config["num_key_value_heads"]
-    found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    tensor_shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (V, D)
+        tensor_shapes["lm_head.weight"] = (V, D)
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}"
-        found |= {
+        tensor_shapes |= {
             f"{at}.input_layernorm.weight": (D,),
             f"{at}.post_attention_layernorm.weight": (D,),
         }
-        found |= {
+        tensor_shapes |= {
             f"{at}.self_attn.{x}_proj.weight": (n * D // N, D)
             for x, n in (("q", N), ("k", K), ("v", K))
         }
-        found |= {f"{at}.self_attn.o_proj.weight": (D, D), f"{at}.mlp.down_proj.weight": (D, F)}
-        found |= {f"{at}.mlp.{x}_proj.weight": (F, D) for x in ("gate", "up")}
-    return found
+        tensor_shapes |= {
+            f"{at}.self_attn.o_proj.weight": (D, D),
+            f"{at}.mlp.down_proj.weight": (D, F),
+        }
+        tensor_shapes |= {f"{at}.mlp.{x}_proj.weight": (F, D) for x in ("gate", "up")}
+    return tensor_shapes
 
 
 def draw(config: dict, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tensors of these shapes."""
+    """Random tensors of a Llama checkpoint."""
     rng = np.random.default_rng(seed)
     return {
         name: rng.standard_normal(shape, np.float32).astype(dtype)
@@ -58,7 +61,7 @@ def draw(config: dict, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]
 
 
 def even(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndarray]:
-    """Random tensors; matrices so that products keep the size of their rows."""
+    """Random tensors, scaled so that products with the matrices keep the norm of activations."""
     rng = np.random.default_rng(seed)
     return {
         name: (
@@ -73,20 +76,22 @@ def even(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndar
 def write(
     folder: Path, config: dict = LLAMA, tensors: dict | None = None, shards: int = 1
 ) -> dict[str, np.ndarray]:
-    """A model folder; with more than one shard, an index beside them. The tensors are returned."""
+    """Write a model folder, with an index if there are several shards; returns its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = draw(config) if tensors is None else tensors
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return tensors
-    where = {
+    file_by_tensor = {
         name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors"
         for i, name in enumerate(sorted(tensors))
     }
-    for file in set(where.values()):
-        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
+    for file in set(file_by_tensor.values()):
+        save_file(
+            {name: tensors[name] for name in tensors if file_by_tensor[name] == file}, folder / file
+        )
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": where})
+        json.dumps({"metadata": {}, "weight_map": file_by_tensor})
     )
     return tensors

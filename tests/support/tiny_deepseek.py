@@ -1,6 +1,4 @@
-"""A tiny DeepSeek-V3 folder with random weights, whose checkpoint brings a layer for further
-tokens.
-"""
+"""A tiny DeepSeek-V3 folder with random weights, including a multi-token-prediction layer."""
 
 from pathlib import Path
 
@@ -52,37 +50,42 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     F = 20
     nope = config["qk_nope_head_dim"]
     rope = config["qk_rope_head_dim"]
-    wide_v = config["v_head_dim"]
-    found = {
+    v_dim = config["v_head_dim"]
+    tensor_shapes = {
         "model.embed_tokens.weight": (V, D),
         "model.norm.weight": (D,),
         "lm_head.weight": (V, D),
     }
     for i in range(config["num_hidden_layers"] + 1):
         at = f"model.layers.{i}"
-        found |= {
+        tensor_shapes |= {
             f"{at}.input_layernorm.weight": (D,),
             f"{at}.post_attention_layernorm.weight": (D,),
         }
-        found |= {
+        tensor_shapes |= {
             f"{at}.self_attn.q_a_proj.weight": (R, D), f"{at}.self_attn.q_a_layernorm.weight": (R,),
             f"{at}.self_attn.q_b_proj.weight": (N * (nope + rope), R),
             f"{at}.self_attn.kv_a_proj_with_mqa.weight": (KV + rope, D),
             f"{at}.self_attn.kv_a_layernorm.weight": (KV,),
-            f"{at}.self_attn.kv_b_proj.weight": (N * (nope + wide_v), KV),
-            f"{at}.self_attn.o_proj.weight": (D, N * wide_v),
+            f"{at}.self_attn.kv_b_proj.weight": (N * (nope + v_dim), KV),
+            f"{at}.self_attn.o_proj.weight": (D, N * v_dim),
         }  # fmt: skip
         if i == 0:
-            found |= {f"{at}.mlp.{x}_proj.weight": (48, D) for x in ("gate", "up")}
-            found[f"{at}.mlp.down_proj.weight"] = (D, 48)
+            tensor_shapes |= {f"{at}.mlp.{x}_proj.weight": (48, D) for x in ("gate", "up")}
+            tensor_shapes[f"{at}.mlp.down_proj.weight"] = (D, 48)
             continue
-        found |= {f"{at}.mlp.gate.weight": (6, D), f"{at}.mlp.gate.e_score_correction_bias": (6,)}
-        for here in ["shared_experts", *(f"experts.{e}" for e in range(6))]:
-            found |= {f"{at}.mlp.{here}.{x}_proj.weight": (F, D) for x in ("gate", "up")}
-            found[f"{at}.mlp.{here}.down_proj.weight"] = (D, F)
+        tensor_shapes |= {
+            f"{at}.mlp.gate.weight": (6, D),
+            f"{at}.mlp.gate.e_score_correction_bias": (6,),
+        }
+        for mlp_name in ["shared_experts", *(f"experts.{e}" for e in range(6))]:
+            tensor_shapes |= {
+                f"{at}.mlp.{mlp_name}.{x}_proj.weight": (F, D) for x in ("gate", "up")
+            }
+            tensor_shapes[f"{at}.mlp.{mlp_name}.down_proj.weight"] = (D, F)
     last = f"model.layers.{config['num_hidden_layers']}"
-    found |= {f"{last}.{x}.weight": (D,) for x in ("enorm", "hnorm", "shared_head.norm")}
-    return found | {
+    tensor_shapes |= {f"{last}.{x}.weight": (D,) for x in ("enorm", "hnorm", "shared_head.norm")}
+    return tensor_shapes | {
         f"{last}.eh_proj.weight": (D, 2 * D),
         f"{last}.embed_tokens.weight": (V, D),
         f"{last}.shared_head.head.weight": (V, D),
@@ -90,7 +93,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def write(folder: Path, config: dict = CONFIG) -> dict[str, np.ndarray]:
-    """A model folder; the tensors are returned."""
+    """Write a model folder; returns its tensors."""
     tensors = tiny.even(shapes(config))
     last = f"model.layers.{config['num_hidden_layers']}"
     tensors[f"{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]

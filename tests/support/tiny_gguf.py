@@ -1,6 +1,4 @@
-"""A tiny Llama as a GGUF file, written by the format's own package as llama.cpp's converter
-does.
-"""
+"""A tiny Llama as a GGUF file, written by the `gguf` package as by llama.cpp's converter."""
 
 from pathlib import Path
 
@@ -17,7 +15,7 @@ LLAMA = tiny.LLAMA | {
     "max_position_embeddings": 256,
     "rope_theta": 10000.0,
 }
-# Where a block has its float16 scales, and how large these are for weights of about one.
+# Offsets of the float16 scales in a block, and their size for weights of about one.
 SCALES = {
     "Q4_K": ((0, 2), 1 / 300),
     "Q5_K": ((0, 2), 1 / 600),
@@ -34,17 +32,15 @@ WORDS = "a story about fox who met small bird and went home in rain one two".spl
 
 
 def blocks(rng, value: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix in blocks, rounded by the package or, where it cannot, of random codes; and what
-    they mean.
-    """
+    """(blocks, dequantised matrix): quantised by the package or, if it cannot, random codes."""
     number = gguf.GGMLQuantizationType[kind]
     if kind not in SCALES:
         data = gguf.quants.quantize(value, number)
     else:
         elements, nbytes = gguf.GGML_QUANT_SIZES[number]
         data = rng.integers(0, 256, (value.size // elements, nbytes), np.uint8)
-        places, size = SCALES[kind]
-        for at in places:
+        scale_offsets, size = SCALES[kind]
+        for at in scale_offsets:
             scale = (rng.uniform(0.5, 1, len(data)) * size / np.sqrt(value.shape[-1])).astype(
                 np.float16
             )
@@ -54,22 +50,18 @@ def blocks(rng, value: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decoded(data: np.ndarray, number: gguf.GGMLQuantizationType) -> np.ndarray:
-    """What blocks uint8 [..., bytes] mean, as the package has it; Q1_0, which it has not, as
-    llama.cpp's code does.
-    """
+    """Dequantise uint8 blocks [..., bytes] by the package; Q1_0, which it lacks, as llama.cpp does."""
     if number.name != "Q1_0":
         return gguf.quants.dequantize(data, number)
-    each = data.reshape(-1, 18)
-    scale = each[:, :2].copy().view(np.float16).astype(np.float32)
-    bits = each[:, 2:, None] >> np.arange(8, dtype=np.uint8) & 1
+    blocks = data.reshape(-1, 18)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    bits = blocks[:, 2:, None] >> np.arange(8, dtype=np.uint8) & 1
     values = np.where(bits.reshape(-1, 128) == 1, scale, -scale) + np.float32(0)  # no -0
     return values.reshape(*data.shape[:-1], -1)
 
 
 def side_by_side(value: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp rotates them: the first of one half of a head, the first of the other, and
-    so on.
-    """
+    """Interleave the rows of both halves of each head, the order in which llama.cpp rotates."""
     rows, columns = value.shape
     return (
         value.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -84,7 +76,7 @@ def halves(value: np.ndarray, heads: int) -> np.ndarray:
 
 
 def tokens(size: int) -> tuple[list[str], list[float], list[int]]:
-    """A SentencePiece vocabulary with letters, bytes left out, and a few words."""
+    """A SentencePiece vocabulary of letters and a few words, without bytes."""
     pieces = ["<unk>", "<s>", "</s>", "\u2581", *"abcdefghijklmnopqrstuvwxyz.,!?"]
     pieces += [f"\u2581{word}" for word in WORDS]
     pieces += [f"<extra{i}>" for i in range(size - len(pieces))]
@@ -93,10 +85,16 @@ def tokens(size: int) -> tuple[list[str], list[float], list[int]]:
 
 
 def write(
-    file: Path, kind: str, config: dict = LLAMA, seed: int = 0, other: str | None = None, **writer
+    file: Path,
+    kind: str,
+    config: dict = LLAMA,
+    seed: int = 0,
+    v_proj_kind: str | None = None,
+    **writer,
 ):
-    """The file, and every tensor in float32 by the checkpoint's names; `other`: the type of the
-    values' matrices.
+    """Write the file; returns the dequantised tensors by the checkpoint's names.
+
+    `v_proj_kind` is the type of the `v_proj` matrices.
     """
     rng = np.random.default_rng(seed)
     N = config["num_attention_heads"]
@@ -122,21 +120,23 @@ def write(
     out.add_eos_token_id(2)
     out.add_unk_token_id(0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    means = {}
+    dequantized_tensors = {}
     for name, value in tiny.even(tiny.shapes(config), seed).items():
         stem = name.removesuffix(".weight")
         target = f"{names.get_name(stem)}.weight"
         heads = {"q_proj": N, "k_proj": K}.get(stem.rpartition(".")[2])
         if value.ndim == 1:
             out.add_tensor(target, value)
-            means[name] = value
+            dequantized_tensors[name] = value
             continue
-        own = other if other is not None and stem.endswith("v_proj") else kind
-        data, meant = blocks(rng, side_by_side(value, heads) if heads else value, own)
-        out.add_tensor(target, data, raw_dtype=gguf.GGMLQuantizationType[own])
-        means[name] = np.ascontiguousarray(halves(meant, heads) if heads else meant, np.float32)
+        tensor_kind = v_proj_kind if v_proj_kind is not None and stem.endswith("v_proj") else kind
+        data, dequantized = blocks(rng, side_by_side(value, heads) if heads else value, tensor_kind)
+        out.add_tensor(target, data, raw_dtype=gguf.GGMLQuantizationType[tensor_kind])
+        dequantized_tensors[name] = np.ascontiguousarray(
+            halves(dequantized, heads) if heads else dequantized, np.float32
+        )
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-    return means
+    return dequantized_tensors

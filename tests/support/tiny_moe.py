@@ -1,6 +1,4 @@
-"""Tiny mixtures of experts with random weights, by the names that their checkpoints and
-adapters have.
-"""
+"""Tiny mixtures of experts with random weights, by the names in their checkpoints and adapters."""
 
 from pathlib import Path
 
@@ -42,25 +40,26 @@ QWEN3_MOE = SHARED | {
     "mlp_only_layers": [1],
 }
 CONFIGS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE}
-# their projections
+# names of the experts' projections
 EXPERTS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 ATTENTION = peft.EVERY[:4]
-MODULES = {  # of `lora_target_modules`, for all that can have adapters
+MODULES = {  # `lora_target_modules` that select all modules that can have adapters
     "mixtral": [*ATTENTION, "experts", "gate", "lm_head"],
     "qwen3_moe": [*peft.EVERY, "experts", "gate", "lm_head"],
 }
 
 
 def write(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """A model folder; the tensors are returned."""
+    """Write a model folder; returns its tensors."""
     config = CONFIGS[name]
     tiny.write(folder, config, {})
-    found = jax.tree.leaves(
+    sources = jax.tree.leaves(
         weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source)
     )
-    shapes = {part.name: part.shape for source in found for part in source.parts}
+    shapes = {tensor.name: tensor.shape for source in sources for tensor in source.parts}
     if name == "mixtral":
         shapes = {
-            each.replace(".mlp.", ".block_sparse_moe."): shape for each, shape in shapes.items()
+            tensor_name.replace(".mlp.", ".block_sparse_moe."): shape
+            for tensor_name, shape in shapes.items()
         }
     return tiny.write(folder, config, tiny.even(shapes))

@@ -1,6 +1,4 @@
-"""A tiny Qwen3-Next folder with random weights, whose checkpoint brings a layer for further
-tokens.
-"""
+"""A tiny Qwen3-Next folder with random weights, including a multi-token-prediction layer."""
 
 from pathlib import Path
 
@@ -46,11 +44,11 @@ CONFIG = {
 
 
 def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of the layer that predicts further tokens."""
+    """Tensors of the multi-token-prediction layer."""
     N, K, H = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     at = "mtp.layers.0"
     shared = config["shared_expert_intermediate_size"]
-    found = {
+    shapes = {
         "mtp.fc.weight": (D, 2 * D),
         "mtp.norm.weight": (D,),
         "mtp.pre_fc_norm_embedding.weight": (D,),
@@ -66,22 +64,27 @@ def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         f"{at}.mlp.gate.weight": (EXPERTS, D),
         f"{at}.mlp.shared_expert_gate.weight": (1, D),
     }
-    for here, width in [("shared_expert", shared), *((f"experts.{e}", F) for e in range(EXPERTS))]:
-        found |= {f"{at}.mlp.{here}.{x}_proj.weight": (width, D) for x in ("gate", "up")}
-        found[f"{at}.mlp.{here}.down_proj.weight"] = (D, width)
-    return found
+    for mlp_name, width in [
+        ("shared_expert", shared),
+        *((f"experts.{e}", F) for e in range(EXPERTS)),
+    ]:
+        shapes |= {f"{at}.mlp.{mlp_name}.{x}_proj.weight": (width, D) for x in ("gate", "up")}
+        shapes[f"{at}.mlp.{mlp_name}.down_proj.weight"] = (D, width)
+    return shapes
 
 
 def write(folder: Path, config: dict = CONFIG) -> dict[str, np.ndarray]:
-    """A model folder; the tensors are returned."""
+    """Write a model folder; returns its tensors."""
     tiny.write(folder, config, {})
-    found = jax.tree.leaves(
+    sources = jax.tree.leaves(
         weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source)
     )
-    shapes = {part.name: part.shape for source in found for part in source.parts} | mtp_shapes(
-        config
-    )
+    shapes = {
+        tensor.name: tensor.shape for source in sources for tensor in source.parts
+    } | mtp_shapes(config)
     tensors = tiny.even(shapes)
     norms = [name for name in shapes if name.endswith("norm.weight") and "linear_attn" not in name]
-    tensors |= {name: tensors[name] - np.float32(1) for name in norms}  # they count from 1
+    tensors |= {
+        name: tensors[name] - np.float32(1) for name in norms
+    }  # norms add 1 to their weights
     return tiny.write(folder, config, tensors)

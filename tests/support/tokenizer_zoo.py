@@ -1,6 +1,4 @@
-"""Small tokenizers of every kind that checkpoints have, as Hugging Face folders, and text that is
-hard to split.
-"""
+"""Small tokenizers of every kind, as Hugging Face folders, and text that is hard to tokenize."""
 
 import json
 import random
@@ -50,19 +48,18 @@ ALPHABETS = [
 ]
 
 
-def random_text(rng: random.Random, most: int = 40) -> str:
+def random_text(rng: random.Random, max_characters: int = 40) -> str:
     """A text of runs from different scripts."""
     return "".join(
         rng.choice(alphabet)
         for alphabet in rng.choices(ALPHABETS, k=rng.randint(1, 6))
-        for _ in range(rng.randint(1, max(1, most // 6)))
+        for _ in range(rng.randint(1, max(1, max_characters // 6)))
     )
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2's kind: Llama 3, Qwen, quill.
-
-    Few merges, so that most characters are several tokens.
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, quill) with few merges: most characters are several
+    tokens.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,7 +80,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(strip: bool = True) -> Tokenizer:
-    """SentencePiece's BPE as Llama 2 has it: a rare character, and the newline, are bytes."""
+    """SentencePiece's BPE as in Llama 2: rare characters and newlines are byte tokens."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(
@@ -111,7 +108,7 @@ def byte_fallback(strip: bool = True) -> Tokenizer:
 
 
 def byte_fallback_unstripped() -> Tokenizer:
-    """Gemma's kind: the same, but no space is put before a text."""
+    """BPE with byte fallback as in Gemma, without a space before a text."""
     return byte_fallback(strip=False)
 
 
@@ -134,7 +131,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's kind: pieces with ##, spaces put back by the decoder."""
+    """WordPiece as in BERT: pieces with ##; the decoder restores spaces."""
     core = Tokenizer(models.WordPiece(unk_token="<unk>"))
     core.normalizer = normalizers.BertNormalizer(lowercase=False)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -179,7 +176,7 @@ ZOO: dict[str, Callable[[], Tokenizer]] = {
 
 
 def save(folder: Path, core: Tokenizer, chat_template: str | None = None, **files: dict) -> Path:
-    """A Hugging Face folder of a tokenizer; `files` are other JSON files by stem, and win."""
+    """Write a tokenizer's Hugging Face folder; `files` (JSON by file stem) override the defaults."""
     core.save(str(folder / "tokenizer.json"))
     config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     if chat_template is not None:

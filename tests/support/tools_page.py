@@ -129,20 +129,20 @@ def sample(form: Form) -> str:
 
 
 def code(text: str) -> str:
-    """A text as code within a table, a line break as an arrow."""
+    """A text as code in a table; line breaks become ⏎."""
     fence = "``" if "`" in text else "`"
     return f"{fence}{text.strip().replace(chr(10), '⏎').replace('|', chr(92) + '|')}{fence}"
 
 
-def grouped(names: Iterable[tuple[str, object]]) -> dict[object, list[str]]:
-    found: dict[object, list[str]] = {}
-    for name, what in names:
-        found.setdefault(what, []).append(name)
-    return found
+def group_names(names: Iterable[tuple[str, object]]) -> dict[object, list[str]]:
+    names_by_value: dict[object, list[str]] = {}
+    for name, value in names:
+        names_by_value.setdefault(value, []).append(name)
+    return names_by_value
 
 
 def rates() -> list[str]:
-    """How often real models that leave out the marks are understood."""
+    """The table of recognised calls of real models that leave out the marks."""
     head = [
         (
             "Calls without marks, by real models. Of fifty prompts that want a call: those "
@@ -166,49 +166,52 @@ def rates() -> list[str]:
         "|---|---|---|---|---|",
     ]
     return head + [
-        f"| {model} | {' | '.join(map(str, found.values()))} |" for model, found in RATES.items()
+        f"| {model} | {' | '.join(map(str, counts.values()))} |" for model, counts in RATES.items()
     ]
 
 
 def document() -> str:
     lines = [HEAD + "## Tool calls", "", "| name | models | a call |", "|---|---|---|"]
-    for names in grouped((name, main_form(name)) for name in TOOL_FORMS).values():
+    for names in group_names((name, main_form(name)) for name in TOOL_FORMS).values():
         models = next(MODELS[name] for name in names if name in MODELS)
         lines.append(
             f"| {', '.join(map('`{}`'.format, names))} | {models} | "
             f"{code(sample(main_form(names[0])))} |"
         )
     lines += ["", *rates(), "", "## Reasoning", "", "| name | a thought |", "|---|---|"]
-    for what, names in grouped(REASONING.items()).items():
-        shown = (
+    for parser, names in group_names(REASONING.items()).items():
+        description = (
             "nothing is a thought"
-            if what is None
+            if parser is None
             else code("<|channel|>analysis<|message|>...<|end|>")
         )
-        if isinstance(what, Thoughts):
-            shown = code(f"{what.opens[0]}...{what.closes[0]}")
-            shown += (
+        if isinstance(parser, Thoughts):
+            description = code(f"{parser.opens[0]}...{parser.closes[0]}")
+            description += (
                 "; every answer begins within one, unless the prompt has closed it"
-                if what.starts_inside
+                if parser.starts_inside
                 else ""
             )
-            if what.answer:
-                shown += (
-                    f"; {code(what.answer[0])} and {code(what.answer[1])} round the answer are "
+            if parser.answer:
+                description += (
+                    f"; {code(parser.answer[0])} and {code(parser.answer[1])} round the answer are "
                     "left out"
                 )
-            shown += f"; ends before {code(what.other_closes[0])} too" if what.other_closes else ""
-            shown += "; stays a part of the answer" if what.is_kept else ""
-        lines.append(f"| {', '.join(map('`{}`'.format, names))} | {shown} |")
+            description += (
+                f"; ends before {code(parser.other_closes[0])} too" if parser.other_closes else ""
+            )
+            description += "; stays a part of the answer" if parser.is_kept else ""
+        lines.append(f"| {', '.join(map('`{}`'.format, names))} | {description} |")
     lines += ["", "## Refused", "", "Names that vLLM has too.", "", "| name | why |", "|---|---|"]
-    refused = grouped(
+    refused = group_names(
         [
             *REFUSED_TOOLS.items(),
-            *(each for each in REFUSED_REASONING.items() if each[0] not in REFUSED_TOOLS),
+            *(refusal for refusal in REFUSED_REASONING.items() if refusal[0] not in REFUSED_TOOLS),
         ]
     )
     lines += [
-        f"| {', '.join(map('`{}`'.format, names))} | {why} |" for why, names in refused.items()
+        f"| {', '.join(map('`{}`'.format, names))} | {reason} |"
+        for reason, names in refused.items()
     ]
     return "\n".join(lines) + "\n"
 

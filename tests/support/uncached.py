@@ -1,4 +1,4 @@
-"""The decoder without a cache: whole sequences at once, differentiable. The reference."""
+"""Reference decoder without a cache: whole sequences at once, differentiable."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ from quire.sharding.device_axes import ONE_DEVICE, DeviceAxes
 
 
 def forward(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
-    """Float32 logits [B, T, V]; on several devices those of this device's part of the
-    vocabulary.
-    """
+    """Float32 logits [B, T, V]; on several devices those of this device's vocabulary shard."""
     hidden = hidden_states(weights, tokens_BT, config, axes)
     B, T = tokens_BT.shape
     return decoder.logits(weights, hidden.reshape(B * T, -1), config, axes).reshape(B, T, -1)
@@ -29,23 +27,23 @@ def hidden_states(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ON
 
 
 def recurrence(config: ModelConfig, B: int, T: int):
-    """`recur` over [B, T]: every sequence begins and ends here."""
+    """The hook `recur` over [B, T] whole sequences."""
     starts_B1 = jnp.arange(B + 1) * T
     seq_B = jnp.arange(B)
     rows = StateRows(starts_B1, seq_B, jnp.ones(B, bool), jnp.full(B, T))
 
     def recur(index, inputs, run, cache):
-        kept = {
+        state = {
             name: jnp.zeros((B, *shape))
             for name, shape in config.layers[index].attention.state_shapes.items()
         }
-        return run(inputs, kept, rows)[0], cache
+        return run(inputs, state, rows)[0], cache
 
     return recur
 
 
 def best(picks, key_BJH, B: int, T: int):
-    """Which positions each row picks: [B, T, T]."""
+    """Mask [B, T, T] of the positions that sparse attention picks for each query."""
     q = picks.q_TIH.reshape(B, T, *picks.q_TIH.shape[1:]).astype(jnp.float32)
     score = jax.nn.relu(jnp.einsum("BQIH,BJH->BQIJ", q, key_BJH))
     score = jnp.einsum("BQI,BQIJ->BQJ", picks.weight_TI.reshape(B, T, -1), score)
@@ -77,16 +75,16 @@ def attention(config: ModelConfig, B: int, T: int):
         score = jnp.einsum("BQKGH,BJKH->BKGQJ", q, k[..., :dim])
         if soft_cap is not None:
             score = soft_cap * jnp.tanh(score / soft_cap)
-        ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-        seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+        distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if params.chunked and window is not None:
             chunk = jnp.arange(T) // window
-            seen = (ahead >= 0) & (chunk[:, None] == chunk[None, :])
+            mask = (distance >= 0) & (chunk[:, None] == chunk[None, :])
         if picks is not None:
             if picks.q_TIH is not None:
                 picked["among"] = best(picks, k[:, :, 0, dim:], B, T)
-            seen = picked["among"][:, None, None] & seen
-        score = jnp.where(seen, score, -jnp.inf)
+            mask = picked["among"][:, None, None] & mask
+        score = jnp.where(mask, score, -jnp.inf)
         if sinks_N is not None:
             sink = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (*score.shape[:-1], 1))
             score = jnp.concatenate([score, sink], axis=-1)

@@ -1,8 +1,8 @@
-"""docs/vllm.md: every argument that vLLM publishes, and what Quire does with it.
+"""docs/vllm.md: every public argument of vLLM, and whether Quire applies, ignores or rejects it.
 
-`python tests/support/vllm_table.py > docs/vllm.md` writes the page. The names are those of
-vllm_names.txt. What is said of them comes from the declarations of options and parameters and from
-`serving/api/vllm_names.py`; of flags, it is what the command itself says when it is given one.
+`python tests/support/vllm_table.py > docs/vllm.md` writes the page. The names come from
+vllm_names.txt, the verdicts from the declarations of options and parameters, from
+`serving/api/vllm_names.py` and, for flags, from the message of `quire serve` itself.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from quire.serving.api.vllm_names import ENGINE, SAMPLING, UnsupportedArgument
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 NAMES = Path(__file__).with_name("vllm_names.txt")
-GUESSES = "Possible options", "Did you mean"  # from names that look alike
-ONLY = "here it can only be "  # values that ask for what there is
-FLAGS = {  # why there is no such flag, where the command says no more than that
+GUESSES = "Possible options", "Did you mean"  # suggestions by similar spelling
+ONLY = "here it can only be "  # accepted values are those without an effect
+FLAGS = {  # reasons for flags that the command rejects without one
     "allow_credentials": "keys are sent in a header, and no cookies are kept",
     "default_chat_template_kwargs": (
         "a request's `chat_template_kwargs`, or a template of your own: `--chat-template`"
@@ -87,23 +87,23 @@ pass, 65 are skipped, nearly all since they call vLLM's own code, and 53 fail:
 
 
 def published() -> dict[str, list[str]]:
-    """The names by section of the file."""
-    found: dict[str, list[str]] = {}
+    """Names by section of vllm_names.txt."""
+    names_by_section: dict[str, list[str]] = {}
     section = ""
     for line in NAMES.read_text().splitlines():
         if line.startswith("["):
             section = line.strip("[]")
         elif not line.startswith("#"):
-            found.setdefault(section, []).extend(line.split())
-    return found
+            names_by_section.setdefault(section, []).extend(line.split())
+    return names_by_section
 
 
-def of_arguments(
-    names: list[str], own: set[str], table: Mapping[str, str | UnsupportedArgument]
+def argument_rows(
+    names: list[str], applied: set[str], table: Mapping[str, str | UnsupportedArgument]
 ) -> Iterator[tuple[str, str, str]]:
-    """(name, verdict, why) of arguments in Python."""
+    """(name, verdict, reason) of Python arguments."""
     for name in names:
-        entry = None if name in own else table[name]
+        entry = None if name in applied else table[name]
         if entry is None:
             yield name, "applied", ""
         elif isinstance(entry, str):
@@ -117,22 +117,24 @@ def of_arguments(
             yield name, "refused", entry.reason + harmless
 
 
-def of_flags(names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """The same of flags, as the command speaks of them."""
+def flag_rows(names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(flag, verdict, reason) by the messages of `quire serve`."""
     command = typer.main.get_command(app).get_command(None, "serve")
-    own = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    known_flags = {
+        name for param in command.params for name in (*param.opts, *param.secondary_opts)
+    }
     for name in names:
         flag = f"--{name.replace('_', '-')}"
-        if flag in own:
+        if flag in known_flags:
             yield flag, "applied", ""
             continue
-        said = io.StringIO()
+        stderr = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(stderr):
                 command.make_context("serve", [flag])
-            yield flag, "no effect", said.getvalue().partition("(")[2].strip().rstrip(")")
+            yield flag, "no effect", stderr.getvalue().partition("(")[2].strip().rstrip(")")
         except typer.TyperException as error:
-            about = (
+            message = (
                 error.format_message()
                 .partition(flag)[2]
                 .strip(". ")
@@ -140,21 +142,26 @@ def of_flags(names: list[str]) -> Iterator[tuple[str, str, str]]:
                 .removesuffix(")")
             )
             entry = ENGINE.get(name, FLAGS.get(name, ""))
-            if ONLY in about:  # it wants a value
-                values, _, why = about.partition(ONLY)[2].partition(": ")
+            if ONLY in message:  # the flag needs a value
+                values, _, reason = message.partition(ONLY)[2].partition(": ")
                 yield (
                     flag,
                     "no effect",
-                    f"{why} [{', '.join(f'`{value}`' for value in values.split(', '))}]",
+                    f"{reason} [{', '.join(f'`{value}`' for value in values.split(', '))}]",
                 )
                 continue
-            known = "" if any(guess in about for guess in GUESSES) else about
-            yield flag, "refused", known or (entry if isinstance(entry, str) else entry.reason)
+            reason_given = "" if any(guess in message for guess in GUESSES) else message
+            yield (
+                flag,
+                "refused",
+                reason_given or (entry if isinstance(entry, str) else entry.reason),
+            )
 
 
 def table(title: str, first: str, rows: Iterator[tuple[str, str, str]]) -> str:
     lines = [
-        f"| `{name}` | {verdict} | {why} |".replace("|  |", "| |") for name, verdict, why in rows
+        f"| `{name}` | {verdict} | {reason} |".replace("|  |", "| |")
+        for name, verdict, reason in rows
     ]
     return "\n".join([f"## {title}", "", f"| {first} | | |", "|---|---|---|", *lines, ""])
 
@@ -172,14 +179,14 @@ def page() -> str:
                 table(
                     "`LLM`, `AsyncLLM`",
                     "argument",
-                    of_arguments(names["EngineArgs"], options, ENGINE),
+                    argument_rows(names["EngineArgs"], options, ENGINE),
                 ),
                 table(
                     "`SamplingParams`",
                     "field",
-                    of_arguments(names["SamplingParams"], params, SAMPLING),
+                    argument_rows(names["SamplingParams"], params, SAMPLING),
                 ),
-                table("`quire serve`", "flag", of_flags(flags)),
+                table("`quire serve`", "flag", flag_rows(flags)),
                 TESTS,
             ]
         ).rstrip()

@@ -1,6 +1,4 @@
-"""The comparison with other engines: what is asked, what is made of the answers, and that one
-failure stops nothing.
-"""
+"""The comparison with other engines: workloads, figures, reports and isolated failures."""
 
 import ast
 import io
@@ -34,9 +32,9 @@ TINY = checkpoint.ModelShape(layers=2, width=64, heads=4, kv_heads=2, ffn=96, he
 MIXTURE = replace(TINY, experts=4, chosen=2)
 HYBRID = replace(TINY, layers=3, convolved=3)
 
-# An engine in a few lines, run as a worker: a token tells prompt, place and, with "drift", how many
-# ride together. Five requests at once kill it, six are an error.
-ENGINE = """
+# A fake engine, run as a worker: a token is the prompt's first token + its index and, in the engine
+# "picky", + the batch size for two requests. Five requests at once kill "picky", six are an error.
+FAKE_ENGINE = """
     import os, sys, time, types
     from tools.peers import worker
     from tools.peers.loop import drive
@@ -74,18 +72,18 @@ ENGINE = """
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch) -> turns.Bench:
-    """Turns whose engines are fakes, whatever their names."""
+    """A benchmark whose engines are all fakes."""
     script = tmp_path / "fake.py"
-    script.write_text(textwrap.dedent(ENGINE))
+    script.write_text(textwrap.dedent(FAKE_ENGINE))
     monkeypatch.setattr(
         turns, "command", lambda place, engine: [sys.executable, str(script), engine]
     )
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where `tools` is
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the folder of `tools`
     model = tmp_path / "checkpoints" / "tiny" / "hf"
     return turns.Bench(tmp_path, LoadSettings(str(model), "", "", 64, 8, 1), limit=60)
 
 
-def work(count: int, **options) -> Workload:
+def make_workload(count: int, **options) -> Workload:
     return Workload(f"{count} requests", count, (3, 6), options.pop("output", (4, 4)), **options)
 
 
@@ -95,22 +93,22 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Path:
+def moe_model(tmp_path_factory) -> Path:
     return checkpoint.write(
-        tmp_path_factory.mktemp("mixture") / "hf", MIXTURE, vocab=512, max_len=128
+        tmp_path_factory.mktemp("moe_model") / "hf", MIXTURE, vocab=512, max_len=128
     )
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory) -> Path:
+def hybrid_model(tmp_path_factory) -> Path:
     return checkpoint.write(
-        tmp_path_factory.mktemp("hybrid") / "hf", HYBRID, vocab=512, max_len=128
+        tmp_path_factory.mktemp("hybrid_model") / "hf", HYBRID, vocab=512, max_len=128
     )
 
 
-@pytest.mark.parametrize("model", ["tiny", "mixture", "hybrid"])
+@pytest.mark.parametrize("model", ["tiny", "moe_model", "hybrid_model"])
 @pytest.mark.slow
-def test_checkpoint_is_one_that_quire_serves(model, request):
+def test_quire_serves_the_generated_checkpoint(model, request):
     folder = request.getfixturevalue(model)
     llm = LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 22)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -122,24 +120,24 @@ def test_checkpoint_is_one_that_quire_serves(model, request):
     tokens = [
         output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
     ]
-    assert [len(found) for found in tokens] == [48, 48, 48]
-    assert len({tuple(found) for found in tokens}) == 3
-    assert sum(len(set(found)) for found in tokens) > 20, (
-        "a model that repeats itself compares nothing"
+    assert [len(token_ids) for token_ids in tokens] == [48, 48, 48]
+    assert len({tuple(token_ids) for token_ids in tokens}) == 3
+    assert sum(len(set(token_ids)) for token_ids in tokens) > 20, (
+        "a model that repeats itself is no useful comparison"
     )
 
 
 @pytest.mark.parametrize(
-    ("model", "shape"), [("tiny", TINY), ("mixture", MIXTURE), ("hybrid", HYBRID)]
+    ("model", "shape"), [("tiny", TINY), ("moe_model", MIXTURE), ("hybrid_model", HYBRID)]
 )
-def test_checkpoint_has_the_weights_that_the_roof_counts(model, shape, request):
-    """With very many rows, which choose every expert."""
+def test_checkpoint_weights_match_the_roofline_bytes(model, shape, request):
+    """1,000 tokens choose every expert."""
     tensors = load_file(request.getfixturevalue(model) / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
     body = sum(t.size for name, t in tensors.items() if t.ndim == 2 and "embed" not in name)
     assert body + checkpoint.VOCAB * shape.width == shape.read(
         1000
-    )  # convolutions have three axes, and are nothing beside
+    )  # convolution weights have three axes and are negligible
     assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [
         1e8,
         1e8,
@@ -153,13 +151,13 @@ def test_checkpoint_has_the_weights_that_the_roof_counts(model, shape, request):
     assert shape.read(1000) - shape.read(1) == pytest.approx(expected)
 
 
-def test_checkpoint_is_written_once(tiny):
-    before = (tiny / "model.safetensors").stat().st_mtime_ns
+def test_existing_checkpoint_is_not_rewritten(tiny):
+    modified = (tiny / "model.safetensors").stat().st_mtime_ns
     checkpoint.write(tiny, TINY, vocab=512, max_len=128)
-    assert (tiny / "model.safetensors").stat().st_mtime_ns == before
+    assert (tiny / "model.safetensors").stat().st_mtime_ns == modified
 
 
-def test_tokenizer_keeps_any_text(tiny):
+def test_tokenizer_round_trips_any_text(tiny):
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 512
     for text in ("plain words", "ünï\tcode \N{SNOWMAN}\n"):
@@ -167,42 +165,44 @@ def test_tokenizer_keeps_any_text(tiny):
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_requests_fit_the_model_and_differ_by_round_in_their_tokens_alone(name):
-    first, again, other = (WORKS[name].requests(seed) for seed in (0, 0, 1))
-    assert first == again
-    assert [(len(a.prompt), a.count, a.arrival) for a in first] == [
-        (len(b.prompt), b.count, b.arrival) for b in other
+def test_requests_of_rounds_differ_only_in_their_tokens(name):
+    requests, same_seed, other_seed = (WORKS[name].requests(seed) for seed in (0, 0, 1))
+    assert requests == same_seed
+    assert [(len(a.prompt), a.count, a.arrival) for a in requests] == [
+        (len(b.prompt), b.count, b.arrival) for b in other_seed
     ]
-    assert all(a.prompt != b.prompt for a, b in zip(first, other, strict=True)), (
-        "a prefix cache would answer"
+    assert all(a.prompt != b.prompt for a, b in zip(requests, other_seed, strict=True)), (
+        "a prefix cache would serve equal prompts"
     )
-    for request in first:
+    for request in requests:
         assert len(request.prompt) + request.count <= checkpoint.MAX_LEN
         assert all(len(checkpoint.SPECIALS) <= token < checkpoint.VOCAB for token in request.prompt)
-    assert all(a.arrival < b.arrival for a, b in pairwise(first)) is (
-        WORKS[name].spread or len(first) == 1
+    assert all(a.arrival < b.arrival for a, b in pairwise(requests)) is (
+        WORKS[name].spread or len(requests) == 1
     )
 
 
-def test_what_must_move():
-    """Two requests of 3 and 3 tokens in, 4 out: four steps read the weights; each step but the
-    first reads a cache.
+def test_minimum_bytes_of_a_workload_by_hand():
+    """Two requests of 3 prompt tokens and 4 output tokens: four steps read the weights, and all
+    steps but the first read the KV cache.
     """
-    two = Workload("two", 2, (3, 3), (4, 4))
-    cache = sum(3 + i for i in (1, 2, 3)) * TINY.layers * 2 * TINY.kv_heads * TINY.head * 2
-    assert two.must_move(TINY) == 4 * 2 * TINY.read(1) + 2 * cache
-    assert replace(two, weights="int4").must_move(TINY) == 4 * TINY.read(1) / 2 + 2 * cache
-    assert replace(two, spread=True).must_move(TINY) is None
-    assert replace(two, by="first").must_move(TINY) is None
+    workload = Workload("two", 2, (3, 3), (4, 4))
+    cache_bytes = sum(3 + i for i in (1, 2, 3)) * TINY.layers * 2 * TINY.kv_heads * TINY.head * 2
+    assert workload.must_move(TINY) == 4 * 2 * TINY.read(1) + 2 * cache_bytes
+    assert (
+        replace(workload, weights="int4").must_move(TINY) == 4 * TINY.read(1) / 2 + 2 * cache_bytes
+    )
+    assert replace(workload, spread=True).must_move(TINY) is None
+    assert replace(workload, by="first").must_move(TINY) is None
 
 
-def test_a_prompt_of_phrases_says_one_again_and_again():
+def test_phrases_workload_repeats_one_phrase():
     (request,) = WORKS["phrases"].requests(0)
     assert request.prompt == request.prompt[:16] * 8 and len(set(request.prompt)) == 16
     assert WORKS["phrases-drafts"].requests(0) != WORKS["phrases"].requests(0)
 
 
-def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
+def test_drive_adds_requests_at_their_arrival_times():
     requests = [TimedPrompt([1], 2, 0.06), TimedPrompt([2], 3), TimedPrompt([3], 1, 0.03)]
     added = []
     counts = {}
@@ -215,7 +215,7 @@ def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
         for index in [index for index in counts if counts[index] < requests[index].count]:
             counts[index] += 1
             yield index, [10 * requests[index].prompt[0] + counts[index]]
-        # news without a token, as some engines send at the end
+        # updates without a token, as some engines send at the end
         yield from [(index, []) for index in counts]
 
     answers = drive(requests, add, step)
@@ -226,15 +226,15 @@ def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
     assert answers[2].first == answers[2].last
 
 
-def test_figures():
+def test_figures_of_a_round_by_hand():
     requests = [TimedPrompt([1], 3), TimedPrompt([2], 1, 0.5), TimedPrompt([3], 5, 1.0)]
     answers = [
         TimedTokens(0.5, 1.5, [7, 7, 7]),
         TimedTokens(1.5, 1.5, [8]),
         TimedTokens(2.0, 4.0, [9] * 5),
     ]
-    found = turns.figures(requests, [vars(answer) for answer in answers])
-    assert found == {
+    figures = turns.figures(requests, [vars(answer) for answer in answers])
+    assert figures == {
         "seconds": 4.0,
         "rate": 9 / 4,
         "first": 1.0,
@@ -246,14 +246,14 @@ def test_figures():
         turns.figures(requests, [vars(answer) for answer in answers])
 
 
-def test_engines_take_turns_and_one_that_fails_stops_nothing(bench):
+def test_engines_alternate_and_failures_do_not_stop_others(bench):
     works = {
-        "three": work(3),
-        "five": work(5),
-        "six": work(6),
-        "same": work(4, kind="invariance"),
-        "start": work(1, kind="start", output=(1, 1), by="first"),
-        "three-int4": work(3, weights="int4"),
+        "three": make_workload(3),
+        "five": make_workload(5),
+        "six": make_workload(6),
+        "same": make_workload(4, kind="invariance"),
+        "start": make_workload(1, kind="start", output=(1, 1), by="first"),
+        "three-int4": make_workload(3, weights="int4"),
     }
     notes = []
     rounds = []
@@ -262,8 +262,8 @@ def test_engines_take_turns_and_one_that_fails_stops_nothing(bench):
     )
     assert failures.keys() == {(name, "picky") for name in ("five", "six", "three-int4")}
     log = bench.place / "logs" / "picky.log"
-    wanted = f"run: its process ended with exit code 3; the last line in {log}: about to die"
-    assert failures["five", "picky"] == wanted
+    message = f"run: its process ended with exit code 3; the last line in {log}: about to die"
+    assert failures["five", "picky"] == message
     assert failures["six", "picky"] == "run: ValueError: six are too many"
     assert failures["three-int4", "picky"] == "prepare: NotImplementedError: no int4 here"
     assert (
@@ -286,12 +286,12 @@ def test_engines_take_turns_and_one_that_fails_stops_nothing(bench):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads a process's state in /proc")
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit(143)])
-def test_who_stops_it_has_what_was_measured(bench, stop):
+def test_an_interrupted_comparison_keeps_its_measurements(bench, stop):
     def note(line: str) -> None:
         if "round 2, first: peer" in line:
             raise stop
 
-    works = {"first": work(1), "second": work(2)}
+    works = {"first": make_workload(1), "second": make_workload(2)}
     results, failures = turns.play(works, ["quire", "peer"], bench, 3, note)
     assert {key: len(rounds) for key, rounds in results.items()} == {
         ("first", "quire"): 1, ("first", "peer"): 2, ("second", "quire"): 1, ("second", "peer"): 1,
@@ -299,12 +299,12 @@ def test_who_stops_it_has_what_was_measured(bench, stop):
     assert not failures
 
 
-def test_a_worker_runs_only_while_it_is_asked(bench):
-    worker = turns.start("plain", work(1), bench)
+def test_workers_are_stopped_between_runs(bench):
+    worker = turns.start("plain", make_workload(1), bench)
     state = Path(f"/proc/{worker.process.pid}/stat")
 
     def stops() -> bool:
-        """The signal takes effect when the kernel next looks at the process."""
+        """Wait until the kernel has delivered the signal."""
         end = time.monotonic() + 120
         while state.read_text().rsplit(")")[1].split()[0] != "T" and time.monotonic() < end:
             time.sleep(0.01)
@@ -319,8 +319,8 @@ def test_a_worker_runs_only_while_it_is_asked(bench):
     assert worker.process.poll() is not None
 
 
-def test_an_engine_that_hangs_is_given_up(bench):
-    worker = turns.start("plain", work(1), replace(bench, limit=30))
+def test_a_hanging_engine_is_abandoned(bench):
+    worker = turns.start("plain", make_workload(1), replace(bench, limit=30))
     worker.limit = 0.2
     try:
         with pytest.raises(turns.EngineFailure, match=r"run: no answer in 0\.2 s"):
@@ -329,21 +329,21 @@ def test_an_engine_that_hangs_is_given_up(bench):
         worker.close()
 
 
-def test_a_runner_starts_by_its_path_in_a_foreign_environment(tmp_path, monkeypatch):
-    """As a peer's interpreter does it, which has no Quire: here one in which the peer itself is
-    missing.
-    """
+def test_a_runner_starts_by_path_without_quire_installed(tmp_path, monkeypatch):
+    """A peer's interpreter has no Quire; in this one the peer itself is missing too."""
     monkeypatch.setattr(turns, "python_of", lambda place, engine: Path(sys.executable))
     bench = turns.Bench(tmp_path, LoadSettings("nowhere", "", "", 64, 8, 1), limit=60)
     command = turns.command(tmp_path, "no-such-engine")
     assert command[1] == "-P", "its own folder must not come before the peer's packages"
     with pytest.raises(turns.EngineFailure, match="prepare: KeyError: 'no-such-engine'"):
-        turns.start("no-such-engine", work(1), bench)
+        turns.start("no-such-engine", make_workload(1), bench)
     assert set(envs.RECIPES) | {"quire"} == set(compare.ENGINES)
 
 
-def test_runners_of_peers_need_no_quire():
-    """Their environments have none: each imports its engine, the standard library and loop.py."""
+def test_peer_runners_import_only_loop():
+    """Peer environments have no Quire: a runner imports its engine, the standard library and
+    loop.py.
+    """
     from tools.peers import worker
 
     folder = Path(worker.__file__).parent
@@ -380,7 +380,7 @@ def test_every_engine_has_a_runner():
         assert "\ndef load(" in text
 
 
-def measured(rate: float, first: float, tokens=(1, 2)) -> dict:
+def figures_of_round(rate: float, first: float, tokens=(1, 2)) -> dict:
     return {
         "seconds": 8 / rate,
         "rate": rate,
@@ -391,15 +391,15 @@ def measured(rate: float, first: float, tokens=(1, 2)) -> dict:
 
 
 @pytest.fixture
-def found() -> dict:
-    """A report of three engines, one of which fails."""
+def engine_report() -> dict:
+    """A report of three engines, one of which failed."""
     works = {"one": WORKS["one"], "prompt": WORKS["prompt"], "invariance": WORKS["invariance"]}
     results = {
-        ("one", "quire"): [measured(rate, 0.1) for rate in (90, 120, 100)],
-        ("one", "vllm"): [measured(rate, 0.1, (1, 3)) for rate in (50, 10, 40)],
-        ("prompt", "quire"): [measured(1, 0.5)],
-        ("prompt", "vllm"): [measured(1, 2.0)],
-        ("prompt", "openvino"): [measured(1, 1.0)],
+        ("one", "quire"): [figures_of_round(rate, 0.1) for rate in (90, 120, 100)],
+        ("one", "vllm"): [figures_of_round(rate, 0.1, (1, 3)) for rate in (50, 10, 40)],
+        ("prompt", "quire"): [figures_of_round(1, 0.5)],
+        ("prompt", "vllm"): [figures_of_round(1, 2.0)],
+        ("prompt", "openvino"): [figures_of_round(1, 1.0)],
         ("invariance", "quire"): [{"identical": 24, "of": 24}],
         ("invariance", "vllm"): [{"identical": 6, "of": 24}],
     }
@@ -410,39 +410,41 @@ def found() -> dict:
     return {"size": "tiny", "rounds": 3, "bandwidth": 30e9, "versions": versions, "works": summary}
 
 
-def test_summary(found):
-    one, prompt, same = found["works"].values()
-    assert one["engines"]["quire"]["rate"] == 100
-    assert (one["best_peer"], one["ratio"]) == ("vllm", 2.5)
-    assert one["engines"]["quire"]["roof_share"] == pytest.approx(one["must_move"] / 30e9 / 0.08)
-    assert one["engines"]["vllm"]["first_tokens_as_quire"] == [1, 2]
-    assert one["engines"]["openvino"] == {"failed": "load: no room"}
-    # half the time is twice as good
+def test_summary_ranks_engines(engine_report):
+    one_request, prompt, invariance = engine_report["works"].values()
+    assert one_request["engines"]["quire"]["rate"] == 100
+    assert (one_request["best_peer"], one_request["ratio"]) == ("vllm", 2.5)
+    assert one_request["engines"]["quire"]["roof_share"] == pytest.approx(
+        one_request["must_move"] / 30e9 / 0.08
+    )
+    assert one_request["engines"]["vllm"]["first_tokens_as_quire"] == [1, 2]
+    assert one_request["engines"]["openvino"] == {"failed": "load: no room"}
+    # by time, lower is better
     assert (prompt["best_peer"], prompt["ratio"]) == ("openvino", 2.0)
-    assert "ratio" not in same
-    json.dumps(found)
+    assert "ratio" not in invariance
+    json.dumps(engine_report)
 
 
-def test_markdown_and_screen(found):
-    text = report.markdown(found)
-    head, _, one, prompt, same, *rest = text.splitlines()
+def test_report_as_markdown_and_as_a_table(engine_report):
+    text = report.markdown(engine_report)
+    head, _, one_request_row, prompt_row, invariance_row, *notes = text.splitlines()
     assert head.split(" | ")[1:4] == ["quire 1.2", "vllm 3.4", "openvino"]
-    assert one.split(" | ")[1:5] == ["100.0", "40.0", "failed", "2.50"]
-    assert prompt.split(" | ")[1:5] == ["500 ms", "2.00 s", "1.00 s", "2.00"]
-    assert same.split(" | ")[1:4] == ["24 of 24", "6 of 24", "failed"]
-    assert {line.count("|") for line in (head, one, prompt, same)} == {7}
-    assert "- openvino failed: load: no room" in rest
+    assert one_request_row.split(" | ")[1:5] == ["100.0", "40.0", "failed", "2.50"]
+    assert prompt_row.split(" | ")[1:5] == ["500 ms", "2.00 s", "1.00 s", "2.00"]
+    assert invariance_row.split(" | ")[1:4] == ["24 of 24", "6 of 24", "failed"]
+    assert {line.count("|") for line in (head, one_request_row, prompt_row, invariance_row)} == {7}
+    assert "- openvino failed: load: no room" in notes
     from rich.console import Console
 
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(report.rich_table(found))
-    shown = console.export_text()
-    assert "failed: load: no room" in shown
-    assert "24 of 24" in shown
+    console.print(report.rich_table(engine_report))
+    screen = console.export_text()
+    assert "failed: load: no room" in screen
+    assert "24 of 24" in screen
 
 
 @pytest.mark.slow
-def test_an_environment_is_made_once_and_again_when_its_recipe_changes(tmp_path, monkeypatch):
+def test_environment_is_rebuilt_when_its_recipe_changes(tmp_path, monkeypatch):
     monkeypatch.setitem(envs.RECIPES, "peer", envs.Recipe(steps=(), shown=("pip",)))
     assert not envs.ready(tmp_path, "peer")
     python = envs.make(tmp_path, "peer", lambda note: None)
@@ -461,8 +463,7 @@ def test_an_environment_is_made_once_and_again_when_its_recipe_changes(tmp_path,
     assert not envs.ready(tmp_path, "peer")
 
 
-def test_vllm_gets_what_quantize_writes(tmp_path):
-    """Once, in the format that it computes with."""
+def test_int4_checkpoint_for_vllm_is_written_once(tmp_path):
     shape = replace(TINY, width=128, ffn=128, head=32)
     folder = checkpoint.write(tmp_path / "hf", shape, vocab=512, max_len=128)
     checkpoint.quantise(folder, tmp_path / "vllm" / "int4", "int4")
@@ -480,20 +481,20 @@ def run():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "wrong"),
+    ("arguments", "message"),
     [
         (("--work", "nine"), "'nine' is not one of one, sixteen"),
         (("--engine", "tgi"), "'tgi' is not one of quire, vllm"),
         (("--size", "7b"), "'7b' is not one of 60m, 100m"),
     ],
 )
-def test_a_wrong_option_is_named(run, arguments, wrong):
+def test_invalid_options_are_named(run, arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
-    assert wrong in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+    assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
 
 
-def test_command_writes_the_results(run, bench, tmp_path, monkeypatch):
+def test_compare_command_writes_the_results(run, bench, tmp_path, monkeypatch):
     """An engine without an environment is left out with its reason; the others are compared."""
 
     def make(place, engine, note):
@@ -504,7 +505,7 @@ def test_command_writes_the_results(run, bench, tmp_path, monkeypatch):
     monkeypatch.setattr(envs, "versions", lambda place, engine: {"it": "1"})
     monkeypatch.setattr(checkpoint, "write", lambda folder, shape: folder)
     monkeypatch.setattr(compare, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setitem(WORKS, "one", work(3))
+    monkeypatch.setitem(WORKS, "one", make_workload(3))
     result = run(
         "--work",
         "one",
@@ -522,15 +523,15 @@ def test_command_writes_the_results(run, bench, tmp_path, monkeypatch):
         str(tmp_path / "out"),
     )
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "out" / "100m.json").read_text())
-    engines = found["works"]["one"]["engines"]
+    result_file = json.loads((tmp_path / "out" / "100m.json").read_text())
+    engines = result_file["works"]["one"]["engines"]
     assert engines["vllm"] == {"failed": "vllm: pip failed"}
     assert len(engines["quire"]["rounds"]) == len(engines["openvino"]["rounds"]) == 2
     assert engines["openvino"]["first_tokens_as_quire"] == [3, 3]
-    assert found["bandwidths"] == [2e9, 2e9]
+    assert result_file["bandwidths"] == [2e9, 2e9]
     assert "vllm failed: vllm: pip failed" in (tmp_path / "out" / "100m.md").read_text()
 
 
-def test_read_bandwidth_is_a_rate():
+def test_read_bandwidth_is_plausible():
     assert 1e8 < bandwidth.read_bandwidth(16, passes=2) < 1e13
     assert collect_env.cores() >= 1

@@ -1,6 +1,4 @@
-"""The documentation as a site: every link leads somewhere, every page is listed, the references
-have everything.
-"""
+"""The documentation site: links have targets, pages are listed, references are complete."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ TEXTS = [
 ]
 
 
-def name(path: Path) -> str:
+def relative_name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
@@ -33,16 +31,16 @@ def site():
     return pages.all_pages(ROOT)
 
 
-def test_every_link_leads_somewhere():
+def test_repository_links_have_targets():
     def violations(path: Path) -> Iterator[str]:
         text = path.read_text()
         for target in pages.links(text):
-            there, anchor = pages.target_of(name(path), target)
-            place = f"{name(path)}:{text[: text.index(f']({target}')].count(chr(10)) + 1}"
-            if not (ROOT / there).exists():
-                yield f"{place}: {target}: there is no {there}"
-            elif anchor and anchor not in pages.anchors((ROOT / there).read_text()):
-                yield f"{place}: {target}: no heading of {there} has this name"
+            file, anchor = pages.target_of(relative_name(path), target)
+            place = f"{relative_name(path)}:{text[: text.index(f']({target}')].count(chr(10)) + 1}"
+            if not (ROOT / file).exists():
+                yield f"{place}: {target}: there is no {file}"
+            elif anchor and anchor not in pages.anchors((ROOT / file).read_text()):
+                yield f"{place}: {target}: no heading of {file} has this name"
 
     require_none(
         (line for path in TEXTS for line in violations(path)),
@@ -50,23 +48,25 @@ def test_every_link_leads_somewhere():
     )
 
 
-def test_every_link_of_the_site_leads_to_a_page(site):
+def test_site_links_have_targets(site):
     for path, text in site.items():
         for target in pages.links(text) if isinstance(text, str) else ():
-            there, anchor = pages.target_of(path, target)
-            assert there in site, f"{path} links to {target}"
-            assert not anchor or anchor in pages.anchors(site[there]), f"{path} links to {target}"
+            page, anchor = pages.target_of(path, target)
+            assert page in site, f"{path} links to {target}"
+            assert not anchor or anchor in pages.anchors(site[page]), f"{path} links to {target}"
 
 
-def test_the_index_lists_every_page(site):
-    listed = [path for section in pages.sections(ROOT) for _, path in section.pages]
-    assert len(listed) == len(set(listed))
-    own = {path for path in site if path.endswith(".md") and not path.startswith("files/")}
-    assert own - {"index.md"} - set(listed) == set(), "docs/index.md has a line for each page"
-    assert set(listed) <= own
+def test_docs_index_lists_every_page(site):
+    indexed = [path for section in pages.sections(ROOT) for _, path in section.pages]
+    assert len(indexed) == len(set(indexed))
+    site_pages = {path for path in site if path.endswith(".md") and not path.startswith("files/")}
+    assert site_pages - {"index.md"} - set(indexed) == set(), (
+        "docs/index.md has a line for each page"
+    )
+    assert set(indexed) <= site_pages
 
 
-def test_what_is_no_page_is_shown_by_one(site):
+def test_linked_source_files_become_pages(site):
     source = (ROOT / "examples" / "batch.py").read_text()
     assert f"~~~~python\n{source}~~~~" in site["files/examples/batch.py.md"]
     assert "(files/examples/batch.py.md)" in site["examples.md"]
@@ -77,7 +77,7 @@ def test_what_is_no_page_is_shown_by_one(site):
     assert site["page.png"] == (ROOT / "docs" / "page.png").read_bytes()
 
 
-def test_links_in_fences_are_text():
+def test_links_in_code_blocks_are_ignored():
     text = "[a](b.md)\n\n```\n[c](d.md)\n```\n\n[e](https://f.example) ![g](h.png) [i](j.md#k)\n"
     assert pages.links(text) == ["b.md", "h.png", "j.md#k"]
     assert pages.moved("docs/x.md", text.replace("b.md", "../e/b.py")) == text.replace(
@@ -97,16 +97,16 @@ def test_links_in_fences_are_text():
         ("See [this](that.md)", "see-this"),
     ],
 )
-def test_anchors_are_github_s(heading, anchor):
+def test_heading_anchors_match_github(heading, anchor):
     assert pages.anchors(f"## {heading}\n") == {anchor}
 
 
-def test_the_python_reference_has_every_export():
+def test_python_reference_has_every_export():
     text = python_page()
-    for each in quire.EXPORTS:
-        assert f"\n### {each}\n" in text
-        said = (getattr(quire, each).__doc__ or "").strip().splitlines()[0]
-        assert said in text, f"{each} is not explained"
+    for export in quire.EXPORTS:
+        assert f"\n### {export}\n" in text
+        summary = (getattr(quire, export).__doc__ or "").strip().splitlines()[0]
+        assert summary in text, f"{export} is not explained"
     for field in EngineOptions.__dataclass_fields__:
         assert f"| `{field}` |" in text
     for method in "generate chat stream embed score search sleep".split():
@@ -114,9 +114,9 @@ def test_the_python_reference_has_every_export():
     assert "LLM.run" not in text
 
 
-def test_the_command_reference_has_every_option():
-    found = command_pages()
-    assert list(found) == list(COMMANDS)
+def test_command_reference_has_every_option():
+    texts_by_command = command_pages()
+    assert list(texts_by_command) == list(COMMANDS)
     group = typer.main.get_command(app)
 
     def check(command, text):
@@ -130,5 +130,5 @@ def test_the_command_reference_has_every_option():
                     in text
                 )
 
-    for each, text in found.items():
-        check(group.get_command(None, each), text)
+    for name, text in texts_by_command.items():
+        check(group.get_command(None, name), text)

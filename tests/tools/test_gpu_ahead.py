@@ -1,4 +1,4 @@
-"""What is read of programs that are compiled for GPUs, as far as it goes without the compiler."""
+"""Ahead-of-time analysis of programs compiled for GPUs, as far as it works without the compiler."""
 
 import importlib.metadata
 import json
@@ -82,17 +82,16 @@ ENTRY %main (a: bf16[4096,8], b: bf16[2,8], c: (s32[], bf16[2,1024], bf16[4,1024
 """
 
 
-def test_bytes_launches_and_copies_of_a_program():
-    """Counted by hand."""
+def test_bytes_launches_and_copies_of_a_program_by_hand():
     pages = 4096 * 8 * 2
     rows = 2 * 8 * 2
     expert = 1024 * 512 * 2
 
     def work_of(in_place_share: float):
-        def shares(name, in_place):
+        def traffic_share(name, in_place):
             return in_place_share if in_place else 0.25 if kind_of(name) == "pages" else 1.0
 
-        return Module(PROGRAM).work(shares, lambda names, inner: 3)
+        return Module(PROGRAM).work(traffic_share, lambda names, inner: 3)
 
     work = work_of(0)
     append = 2 * rows
@@ -100,16 +99,18 @@ def test_bytes_launches_and_copies_of_a_program():
     in_place = 2 * rows
     kernel = rows + pages / 4 + rows
     copy = 2 * pages
-    taken = expert + 4 + expert  # read, with the number of the expert, and written
+    slice_bytes = expert + 4 + expert  # read with the expert's index, and written
     product = 2 * 1024 * 2 + expert + 2 * 512 * 4
-    assert work.bytes == append + look_up + in_place + kernel + copy + 3 * (taken + product)
-    assert work_of(2).bytes == work.bytes + 2 * pages, "what a kernel reads and writes in place"
+    assert work.bytes == append + look_up + in_place + kernel + copy + 3 * (slice_bytes + product)
+    assert work_of(2).bytes == work.bytes + 2 * pages, (
+        "a kernel reads and writes these pages in place"
+    )
     assert work.launches == 5 + 3 * 2
-    # these pages are too few to count
+    # copies of so few pages are not reported
     assert work.copied == {"weights.layers[0].moe.up_EDGF": 3 * expert}
 
 
-def test_a_loop_that_the_compiler_counts_has_its_own_number_of_turns():
+def test_known_trip_count_of_a_loop_is_used():
     counted = PROGRAM.replace(
         "body=%turn", 'body=%turn, backend_config={"known_trip_count":{"n":"7"}}'
     )
@@ -119,25 +120,23 @@ def test_a_loop_that_the_compiler_counts_has_its_own_number_of_turns():
     assert work.launches == 5 + 7 * 2
 
 
-def test_copied_pages_are_seen():
+def test_copies_of_kv_pages_are_reported():
     longer = PROGRAM.replace("4096,8]", "40960,8]")
     work = Module(longer).work(lambda name, in_place: 1.0 - in_place, lambda names, inner: 0)
     assert work.copied["state.pages[0].k_PSKH"] == 40960 * 8 * 2
 
 
-def test_a_real_program_moves_what_it_reads_and_writes():
-    """A program of this CPU's compiler: a product reads its inputs and writes its result, whatever
-    else it does.
-    """
+def test_bytes_of_a_compiled_cpu_program():
+    """A matrix product of XLA's CPU compiler reads at least its inputs and writes its result."""
     a = np.ones((64, 256), np.float32)
     b = np.ones((256, 512), np.float32)
     text = jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text() or ""
     work = Module(text).work(lambda name, in_place: 1.0 - in_place, lambda names, inner: 1)
-    least = a.nbytes + b.nbytes + 64 * 512 * 4
-    assert least <= work.bytes <= 3 * least and work.launches >= 1 and not work.copied
+    min_bytes = a.nbytes + b.nbytes + 64 * 512 * 4
+    assert min_bytes <= work.bytes <= 3 * min_bytes and work.launches >= 1 and not work.copied
 
 
-def test_launches_graphs_and_what_is_outside():
+def test_thunks_count_launches_graphs_and_ungraphed_kernels():
     text = """\
 000: kCustomKernel [source | next=001 (1)] fusion_1 grid: [1, 1, 1]
 001: kCommandBuffer [prev=000 (1) | next=008 (1)]
@@ -159,17 +158,17 @@ condition:
     assert read_thunks(text) == (2, 7, outside, 1)
 
 
-def test_blocks_of_experts_are_what_chance_gives():
+def test_expected_expert_blocks_match_random_routing():
     rng = np.random.default_rng(5)
     moe = Moe(experts=16, top_k=3, dim=8)
-    drawn = [rng.permuted(np.tile(np.arange(16), (40, 1)), axis=1)[:, :3] for _ in range(400)]
+    samples = [rng.permuted(np.tile(np.arange(16), (40, 1)), axis=1)[:, :3] for _ in range(400)]
     blocks = np.mean(
-        [np.sum(-(-np.bincount(each.reshape(-1), minlength=16) // 16)) for each in drawn]
+        [np.sum(-(-np.bincount(chosen.reshape(-1), minlength=16) // 16)) for chosen in samples]
     )
     assert expert_blocks(moe, 40) == pytest.approx(blocks, rel=0.02)
 
 
-def test_the_part_of_its_arguments_that_a_step_reads():
+def test_share_of_each_argument_that_a_step_reads():
     case = Case("qwen3-30b-a3b", batch=64)
     shares = Shares(config_of(case, 2), case, 65536)
     assert shares.of("state.pages[1].v_PSKH", False) == 1.0  # 64 sequences of 1,024
@@ -178,9 +177,11 @@ def test_the_part_of_its_arguments_that_a_step_reads():
     )
     assert shares.of("weights.layers[0].moe.router_DE", False) == shares.of("buffer", False) == 1.0
     assert shares.of("state.pages[1].v_PSKH", True) == 0, (
-        "of pages only the rows of a step are written"
+        "of pages only the tokens of a step are written"
     )
-    assert shares.of("state.recurrent[0]['memory']", True) == 2, "a memory is read and written"
+    assert shares.of("state.recurrent[0]['memory']", True) == 2, (
+        "recurrent memory is read and written"
+    )
     assert 125 < shares.turns({"weights.layers[0].moe.up_EDGF", "buffer"}, False) < 128
     assert shares.turns({"state.pages[0].k_PSKH"}, False) == 16
     windowed = Case("gpt-oss-20b", batch=1)
@@ -191,25 +192,25 @@ def test_the_part_of_its_arguments_that_a_step_reads():
     ]
 
 
-def test_a_step_takes_the_time_of_its_bytes_or_operations_and_its_launches():
-    card = DEVICES["h200"]
-    alone = step_seconds(card, 16e9, 0, 0)
-    assert 16e9 / card.bandwidth < alone < 2 * 16e9 / card.bandwidth
-    assert step_seconds(card, 16e9, 1e9, 0) == alone < step_seconds(card, 16e9, 1e13, 0)
-    assert step_seconds(card, 16e9, 0, 1000) > step_seconds(card, 16e9, 0, 500) > alone
+def test_step_seconds_is_the_roofline_plus_launches():
+    device = DEVICES["h200"]
+    bytes_only = step_seconds(device, 16e9, 0, 0)
+    assert 16e9 / device.bandwidth < bytes_only < 2 * 16e9 / device.bandwidth
+    assert step_seconds(device, 16e9, 1e9, 0) == bytes_only < step_seconds(device, 16e9, 1e13, 0)
+    assert step_seconds(device, 16e9, 0, 1000) > step_seconds(device, 16e9, 0, 500) > bytes_only
 
 
-def test_the_guesses_about_attention_are_those_of_the_page():
-    """Counted by hand: 64 sequences of 8,192 with 8 heads of 128 for keys and values; half of 8,192
-    squared.
-    """
-    row = 32 * 128 * 2 * 2  # queries and results
-    many, one = ((size * 8192 * 8 * 2 * 128 * 2 + n * row) for size, n in ((64, 64), (16, 1)))
-    causal = 2 * 2 * 32 * 128 * 8192 * 8193 / 2
+def test_predicted_attention_times_are_documented():
+    """By hand: decode over 8,192 tokens with 8 KV heads of 128, and causal prefill of 8,192 tokens."""
+    row = 32 * 128 * 2 * 2  # bytes of queries and outputs
+    bytes_of_64, bytes_of_16 = (
+        (size * 8192 * 8 * 2 * 128 * 2 + n * row) for size, n in ((64, 64), (16, 1))
+    )
+    causal_operations = 2 * 2 * 32 * 128 * 8192 * 8193 / 2
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     h200 = DEVICES["h200"]
-    for moved, operations in ((many, 0), (one, 0), (0, causal)):
-        assert f"| {attention_seconds(h200, moved, operations) * 1e3:.3f} ms, " in page
+    for num_bytes, operations in ((bytes_of_64, 0), (bytes_of_16, 0), (0, causal_operations)):
+        assert f"| {attention_seconds(h200, num_bytes, operations) * 1e3:.3f} ms, " in page
     assert (
         known_device("NVIDIA H100 80GB HBM3") == DEVICES["h100"]
         and known_device("another card") is None
@@ -217,8 +218,8 @@ def test_the_guesses_about_attention_are_those_of_the_page():
 
 
 @pytest.mark.parametrize("name", GOALS)
-def test_goals_and_what_is_predicted_are_those_of_the_pages(name):
-    """So that a first card falsifies a number that stands beside each goal."""
+def test_goals_and_predictions_are_documented(name):
+    """Every goal has a prediction that a first measurement can falsify."""
     goal = GOALS[name]
     docs = Path(__file__).parents[2] / "docs"
     (row,) = [
@@ -235,19 +236,19 @@ def test_goals_and_what_is_predicted_are_those_of_the_pages(name):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_cases_are_models_that_can_be_cut(case):
+def test_cases_can_be_reduced_to_few_layers(case):
     for layers in depths(case.model):
         config = config_of(case, layers)
         assert len(config.layers) == layers
-    few, more = depths(case.model)
+    few_layers, more_layers = depths(case.model)
     patterns = [
         [layer.attention.window for layer in config_of(case, layers).layers]
-        for layers in (few, more)
+        for layers in (few_layers, more_layers)
     ]
-    assert patterns[1][:few] == patterns[0]
+    assert patterns[1][:few_layers] == patterns[0]
 
 
-def test_a_card_is_described_to_the_compiler():
+def test_gpu_target_description_for_the_compiler():
     card = target.CARDS["h200"].text(1.5e11, 4.8e12)
     assert (
         "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"
@@ -263,39 +264,39 @@ def test_a_card_is_described_to_the_compiler():
     )
 
 
-def test_names_of_cases_and_parts_of_them():
+def test_cases_are_selected_by_name_or_substring():
     assert [case.name for case in ahead.wanted(["llama-3-8b, bf16, batch 64"])] == [
         "llama-3-8b, bf16, batch 64"
     ]
-    found = {case.model for case in ahead.wanted(["gemma", "qwen3"])}
-    assert found == {"gemma-3-12b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"}
+    models = {case.model for case in ahead.wanted(["gemma", "qwen3"])}
+    assert models == {"gemma-3-12b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"}
     assert ahead.wanted([]) == [*CASES] and not ahead.wanted(["nothing"])
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_a_step_that_does_not_compile_is_a_line_of_the_table(monkeypatch):
+def test_compile_failures_are_a_row_of_the_table(monkeypatch):
     def measure(case, card, spills):
         raise jax.errors.JaxRuntimeError("INTERNAL: no\nmore")
 
     monkeypatch.setattr(ahead, "measure", measure)
-    found = ahead.attempt(CASES[0], "h200", False)
-    assert [*ahead.lines(iter([found]), False)][
+    result = ahead.attempt(CASES[0], "h200", False)
+    assert [*ahead.lines(iter([result]), False)][
         -1
     ] == f"| {CASES[0].name} | does not compile: INTERNAL: no |"
 
 
-def test_several_cases_that_tell_spills_have_a_process_each(monkeypatch):
-    """A kernel that a process has compiled is not compiled again in it, and would tell of none."""
-    asked = []
-    said = {"name": "a step", "failed": "INTERNAL: no"}
+def test_spills_of_each_case_are_measured_in_a_new_process(monkeypatch):
+    """A process compiles a kernel only once, so that a second case would report no spills."""
+    commands = []
+    failure = {"name": "a step", "failed": "INTERNAL: no"}
 
     def run(command, **options):
-        asked.append(command[1:])
-        return SimpleNamespace(stdout=json.dumps(said))
+        commands.append(command[1:])
+        return SimpleNamespace(stdout=json.dumps(failure))
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert ahead.alone(CASES[0], "h200") == ahead.Failure(**said)
-    (command,) = asked
+    assert ahead.alone(CASES[0], "h200") == ahead.Failure(**failure)
+    (command,) = commands
     assert command[:3] == ["-m", "tools.gpu.ahead", CASES[0].name] and "--spills" in command
     assert ahead.wanted(command[2:3]) == [CASES[0]]
 
@@ -308,16 +309,16 @@ ptxas warning : Registers are spilled in function 'kernel', 348 bytes spill stor
     assert SPILLS.findall(text) == [("348", "340")]
 
 
-def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
-    found: list[Any] = []
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda **asked: found)
+def test_missing_compiler_plugin_names_the_pip_command(monkeypatch, capsys):
+    distributions: list[Any] = []
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **kwargs: distributions)
     monkeypatch.setattr("sys.argv", ["ahead"])
-    # which it sets, and is as before afterwards
+    # main() sets this variable; monkeypatch restores it
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     with pytest.raises(SystemExit) as ended:
         ahead.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1
-    assert f"pip install --no-deps jax-cuda12-plugin=={jax.__version__}" in said
-    found.append(SimpleNamespace(version="0.1"))
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and message.count("\n") == 1
+    assert f"pip install --no-deps jax-cuda12-plugin=={jax.__version__}" in message
+    distributions.append(SimpleNamespace(version="0.1"))
     assert "of version 0.1" in str(target.missing())

@@ -1,4 +1,4 @@
-"""The GPU check's streams through transformers, with a fake in its place."""
+"""The GPU check's streams through transformers, which a fake replaces."""
 
 import pytest
 
@@ -12,7 +12,7 @@ CHECKED = {
 }
 
 
-class Peer:
+class FakePeer:
     def run(self, hf, prompts, answer, streams):
         assert hf is TINY.hf and (answer, streams) == (TINY.answer, TINY.streams)
         assert prompts == [sample.prompt for sample in requests(TINY, 3)]
@@ -21,11 +21,11 @@ class Peer:
 
 
 def test_peer_gets_the_requests_of_the_check(capsys):
-    results = compare(CHECKED, TINY, Peer())
+    results = compare(CHECKED, TINY, FakePeer())
     assert results["times"] == 2.5 and set(results) == {"times", "A", "B"}
     assert "2.50 times the best of these" in capsys.readouterr().out
 
 
 def test_check_without_throughput_is_an_error():
     with pytest.raises(SystemExit, match="run the check with its part `serving`"):
-        compare(CHECKED | {"parts": {}}, TINY, Peer())
+        compare(CHECKED | {"parts": {}}, TINY, FakePeer())

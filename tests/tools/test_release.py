@@ -1,6 +1,4 @@
-"""The wheel with compiled kernels: honest tags, a true record, and an environment without a
-compiler that it serves.
-"""
+"""Wheels with compiled kernels: platform tags, the record, and use without a compiler."""
 
 import base64
 import csv
@@ -21,12 +19,12 @@ from quire.tests.support.arm_tools import COMPILER, needed
 from tools.release.wheel import machine, oldest_glibc, platform_wheel
 
 ROOT = Path(__file__).parents[2]
-PURE = {
+PURE_WHEEL_FILES = {
     "quire/__init__.py": "x = 1\n",
     "quire-1.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     "quire-1.dist-info/RECORD": "quire/__init__.py,,\n",
 }
-QUILL = [
+BUNDLED_MODEL_KERNELS = [
     "probe",
     "blank",
     "pack",
@@ -42,7 +40,7 @@ QUILL = [
 
 
 @pytest.mark.parametrize(
-    ("needs", "glibc"),
+    ("symbols", "glibc"),
     [
         (b"", 17),
         (b"GLIBC_2.2.5\0GLIBC_2.14", 17),
@@ -52,40 +50,40 @@ QUILL = [
         (b"GLIBC_2.38\0GLIBCXX_3.4.29", 38),
     ],
 )
-def test_tag(needs, glibc):
-    assert oldest_glibc(needs) == glibc
+def test_wheel_tag_names_the_oldest_glibc(symbols, glibc):
+    assert oldest_glibc(symbols) == glibc
 
 
-def test_unknown_symbols_are_refused():
+def test_unknown_glibcxx_versions_are_rejected():
     with pytest.raises(ValueError, match="GLIBCXX_3.4.99"):
         oldest_glibc(b"GLIBCXX_3.4.99")
 
 
 @pytest.fixture
-def pure(tmp_path):
+def pure_wheel(tmp_path):
     path = tmp_path / "quire-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as file:
-        for name, text in PURE.items():
+        for name, text in PURE_WHEEL_FILES.items():
             file.writestr(name, text)
     return path
 
 
-def elf(number: int, needs: bytes = b"") -> bytes:
-    """What looks like a library for a kind of machine."""
-    return b"\x7fELF\x02\x01" + bytes(12) + number.to_bytes(2, "little") + needs
+def elf_header(number: int, symbols: bytes = b"") -> bytes:
+    """The beginning of an ELF library for the machine of this number."""
+    return b"\x7fELF\x02\x01" + bytes(12) + number.to_bytes(2, "little") + symbols
 
 
 @pytest.mark.parametrize(("number", "kind"), [(62, "x86_64"), (183, "aarch64")])
-def test_wheel(pure, tmp_path, number, kind):
-    """All files and the libraries, each in the record with its digest and size."""
+def test_platform_wheel_records_its_kernels(pure_wheel, tmp_path, number, kind):
+    """The record has the digest and size of every file and library."""
     folder = tmp_path / "kernels" / "avx2-0123"
     folder.mkdir(parents=True)
-    (folder / "pack.so").write_bytes(elf(number, b" GLIBC_2.27\0"))
-    out = platform_wheel(pure, folder.parent)
+    (folder / "pack.so").write_bytes(elf_header(number, b" GLIBC_2.27\0"))
+    out = platform_wheel(pure_wheel, folder.parent)
     assert out.name == f"quire-1-py3-none-manylinux_2_27_{kind}.whl"
     with zipfile.ZipFile(out) as file:
         contents = {name: file.read(name) for name in file.namelist()}
-    assert {*contents} == {*PURE, "quire/ops/native/built/avx2-0123/pack.so"}
+    assert {*contents} == {*PURE_WHEEL_FILES, "quire/ops/native/built/avx2-0123/pack.so"}
     about = contents["quire-1.dist-info/WHEEL"].decode()
     assert (
         f"Tag: {'-'.join(out.stem.split('-')[2:])}" in about and "Root-Is-Purelib: false" in about
@@ -99,35 +97,33 @@ def test_wheel(pure, tmp_path, number, kind):
     assert {*rows} == {*contents}
     for name, (digest, size) in rows.items():
         if not name.endswith("RECORD"):
-            found = (
+            encoded = (
                 base64.urlsafe_b64encode(hashlib.sha256(contents[name]).digest())
                 .rstrip(b"=")
                 .decode()
             )
-            assert (digest, int(size)) == (f"sha256={found}", len(contents[name]))
+            assert (digest, int(size)) == (f"sha256={encoded}", len(contents[name]))
 
 
-def test_what_is_no_wheel_and_no_kernels(pure, tmp_path):
+def test_invalid_wheels_and_kernels_are_rejected(pure_wheel, tmp_path):
     with pytest.raises(ValueError, match="holds no"):
-        platform_wheel(pure, tmp_path / "nothing")
+        platform_wheel(pure_wheel, tmp_path / "nothing")
     (tmp_path / "k.so").write_bytes(b"")
     with pytest.raises(ValueError, match="is no wheel for all platforms"):
         platform_wheel(tmp_path / "quire-1-cp311-cp311-linux_x86_64.whl", tmp_path)
-    for other in (b"", elf(40), b"\x7fELF\x01" + elf(62)[5:]):
-        (tmp_path / "k.so").write_bytes(other)
+    for content in (b"", elf_header(40), b"\x7fELF\x01" + elf_header(62)[5:]):
+        (tmp_path / "k.so").write_bytes(content)
         with pytest.raises(ValueError, match="no ELF of 64 bits for x86_64 or aarch64"):
-            platform_wheel(pure, tmp_path)
-    (tmp_path / "k.so").write_bytes(elf(62))
-    (tmp_path / "other.so").write_bytes(elf(183))
+            platform_wheel(pure_wheel, tmp_path)
+    (tmp_path / "k.so").write_bytes(elf_header(62))
+    (tmp_path / "other.so").write_bytes(elf_header(183))
     with pytest.raises(ValueError, match="holds libraries for aarch64 and x86_64"):
-        platform_wheel(pure, tmp_path)
+        platform_wheel(pure_wheel, tmp_path)
 
 
-@pytest.mark.nightly  # it builds a wheel, installs it, and compiles what the bundled model calls
-def test_installed_without_a_compiler(tmp_path):
-    """A wheel of this tree with kernels for this machine: installed, with nothing on PATH, it
-    generates with them.
-    """
+@pytest.mark.nightly  # builds and installs a wheel, and compiles the kernels of the bundled model
+def test_installed_wheel_runs_without_a_compiler(tmp_path):
+    """The kernels of an installed wheel are used where PATH has no compiler."""
     try:
         command = build.compiler()
         isa = build.choices()[0]
@@ -135,12 +131,13 @@ def test_installed_without_a_compiler(tmp_path):
         pytest.skip(str(reason))
     kernels = build.private(tmp_path / "kernels")
     with ThreadPoolExecutor(2) as threads:
-        made = list(
+        libraries = list(
             threads.map(
-                lambda name: build.built(command, isa, name, build.prebuilt(kernels, isa)), QUILL
+                lambda name: build.built(command, isa, name, build.prebuilt(kernels, isa)),
+                BUNDLED_MODEL_KERNELS,
             )
         )
-    assert all(path.exists() for path in made)
+    assert all(path.exists() for path in libraries)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     source = tmp_path / "source"
     files = subprocess.run(
@@ -153,11 +150,11 @@ def test_installed_without_a_compiler(tmp_path):
     subprocess.run(
         [*pip, "wheel", "--no-deps", "-w", tmp_path, source], check=True, capture_output=True
     )
-    (pure,) = tmp_path.glob("*-py3-none-any.whl")
-    wheel = platform_wheel(pure, kernels)
-    place = tmp_path / "site"
+    (pure_wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    wheel = platform_wheel(pure_wheel, kernels)
+    site = tmp_path / "site"
     subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", place, wheel],
+        [*pip, "install", "--no-deps", "--no-index", "--target", site, wheel],
         check=True,
         capture_output=True,
     )
@@ -166,7 +163,7 @@ def test_installed_without_a_compiler(tmp_path):
     }
     environment |= {
         "PATH": str(tmp_path),
-        "PYTHONPATH": str(place),
+        "PYTHONPATH": str(site),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     code = (
@@ -177,7 +174,7 @@ def test_installed_without_a_compiler(tmp_path):
         "print(llm.generate('Once upon a time', params)[0].outputs[0].text)\n"
         "print(quire.__file__, native.instruction_set(), sorted(name for _, name in native.library_builds))"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
         cwd=tmp_path,
@@ -185,23 +182,21 @@ def test_installed_without_a_compiler(tmp_path):
         text=True,
         check=True,
     )
-    text, about = done.stdout.strip().splitlines()
-    assert text and about.startswith(f"{place}/quire/__init__.py {isa} ") and "sampling" in about
-    assert "native kernels are not in use" not in done.stderr
+    text, about = completed.stdout.strip().splitlines()
+    assert text and about.startswith(f"{site}/quire/__init__.py {isa} ") and "sampling" in about
+    assert "native kernels are not in use" not in completed.stderr
     assert not (tmp_path / "cache" / "quire" / "native").exists()  # nothing was compiled
 
 
 @pytest.mark.parametrize(("name", "kind"), [("KERNELS", "x86_64"), ("ARM_KERNELS", "aarch64")])
-def test_every_instruction_set_is_in_a_wheel(name, kind):
+def test_makefile_builds_wheels_for_every_isa(name, kind):
     (listed,) = re.findall(rf"^{name} := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert listed.split() == [isa for isa in build.ISAS[kind] if "emulated" not in isa]
 
 
-@pytest.mark.nightly  # it compiles
-def test_wheel_for_arm(pure, tmp_path):
-    """What a cross compiler makes for each instruction set: what it is, what it offers, and what it
-    needs.
-    """
+@pytest.mark.nightly  # it cross-compiles kernels
+def test_cross_compiled_wheel_for_arm(pure_wheel, tmp_path):
+    """Kernels of a cross compiler for every instruction set: machine, exported symbols and glibc."""
     needed(COMPILER)
     kernels = build.private(tmp_path / "kernels")
     offered = {
@@ -220,14 +215,16 @@ def test_wheel_for_arm(pure, tmp_path):
                 "--format=just-symbols",
                 str(path),
             ]
-            found = subprocess.run(table, capture_output=True, text=True, check=True).stdout.split()
-            assert {symbol for symbol in found if symbol.startswith("quire_")} == symbols
-    out = platform_wheel(pure, kernels)
+            exported = subprocess.run(
+                table, capture_output=True, text=True, check=True
+            ).stdout.split()
+            assert {symbol for symbol in exported if symbol.startswith("quire_")} == symbols
+    out = platform_wheel(pure_wheel, kernels)
     assert re.fullmatch(r"quire-1-py3-none-manylinux_2_\d\d_aarch64\.whl", out.name)
     with zipfile.ZipFile(out) as file:
-        held = {name for name in file.namelist() if name.endswith(".so")}
+        libraries = {name for name in file.namelist() if name.endswith(".so")}
     folders = {
         isa: f"quire/ops/native/built/{isa}-{build.source_hash()}" for isa in build.ISAS["aarch64"]
     }
-    # where `build.ready` looks
-    assert held == {f"{folders[isa]}/{name}.so" for isa in folders for name in offered}
+    # the folders that `build.ready` reads
+    assert libraries == {f"{folders[isa]}/{name}.so" for isa in folders for name in offered}

@@ -1,6 +1,4 @@
-"""Tiny encoders, and what transformers made of texts of theirs: the mean of the last hidden states,
-and the first.
-"""
+"""Tiny encoders, and the text vectors of transformers: mean and CLS pooling of hidden states."""
 
 import json
 from pathlib import Path
@@ -46,9 +44,13 @@ BOTH_WAYS = {
 }
 
 
-def variant(name: str, kind: str, architecture: str, own: dict) -> Variant:
+def variant(name: str, kind: str, architecture: str, config: dict) -> Variant:
     return Variant(
-        name, SIZES | {"model_type": kind, "architectures": [architecture]} | own, 120, LENGTHS, 0
+        name,
+        SIZES | {"model_type": kind, "architectures": [architecture]} | config,
+        120,
+        LENGTHS,
+        0,
     )
 
 
@@ -62,16 +64,14 @@ ENCODERS = [
 
 
 def texts_of(variant: Variant, seed: int) -> list[list[int]]:
-    """Random texts without special tokens: RoBERTa counts no position where one of padding
-    stands.
-    """
+    """Random texts without special tokens, since RoBERTa skips positions of padding tokens."""
     special = 3
     drawn = prompts(variant.prompts, variant.config["vocab_size"] - special, seed)
     return [[token + special for token in ids] for ids in drawn]
 
 
 class GoldenEncoder:
-    """One golden file, and a folder with the model that it was made of."""
+    """One golden file, and a folder with the model that it was made with."""
 
     def __init__(self, variant: Variant, folder: Path):
         with np.load(HERE / f"{variant.name}.npz") as arrays:

@@ -1,6 +1,4 @@
-"""Tiny models of every family: config.json as it is published, only smaller, and what is asked of
-each.
-"""
+"""Tiny models of every family: published config.json files with smaller sizes, and prompts."""
 
 from .families_moe import MOE_VARIANTS
 from .families_states import STATE_VARIANTS
@@ -280,8 +278,8 @@ VARIANTS = [
             "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
         },
     ),
-    # Past the declared length transformers changes the base at every token, so that only whole
-    # sequences compare.
+    # Beyond the declared length transformers changes the RoPE base at every token, so that only
+    # whole sequences compare.
     Variant(
         "llama-dynamic-stretched",
         LLAMA | {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 3.0}},

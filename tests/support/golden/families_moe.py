@@ -1,4 +1,4 @@
-"""Tiny models of the families with experts; those of the dense ones are in `families.py`."""
+"""Tiny models of the families with experts; `families.py` has the dense ones."""
 
 from .variant import SIZES, Variant
 
@@ -30,7 +30,7 @@ PHIMOE = SIZES | {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
-# the same for both lengths: transformers never takes those of the longer
+# the same for both lengths: transformers never uses the long factors
 FACTORS = [1.0 + i / 4 for i in range(8)]
 PHIMOE_LONG = {
     "num_hidden_layers": 2, "max_position_embeddings": 256, "original_max_position_embeddings": 64,

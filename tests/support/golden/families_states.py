@@ -1,4 +1,4 @@
-"""Tiny models of the families whose layers keep a state of fixed size."""
+"""Tiny models of the families with recurrent layers."""
 
 from .variant import SIZES, Variant
 

@@ -17,21 +17,19 @@ from .encoders import ENCODERS, texts_of
 from .families import VARIANTS, Variant
 from .folder import HERE, POSITIONS, prompts, write_folder
 
-LEAST_LEAD = 3e-3  # a best token that leads by less could fall to rounding
-STEADY = 1e-4  # a model whose rounding error in float32 is larger says little about ours
-LEAST_KINDS = 12  # a sequence of fewer different tokens runs in a circle and proves little
+LEAST_LEAD = 3e-3  # rounding could change a best token with a smaller lead
+STEADY = 1e-4  # models with larger float32 rounding errors are no useful reference
+LEAST_KINDS = 12  # a sequence of fewer distinct tokens repeats itself
 
 
 def make(variant: Variant, shapes: dict, seed: int) -> dict[str, np.ndarray] | None:
-    """The golden arrays of one seed, or None where its greedy tokens are too close to call or too
-    dull.
-    """
+    """The golden arrays of one seed; None if greedy tokens are nearly tied or repeat themselves."""
     with tempfile.TemporaryDirectory() as folder:
         model = reference.load(write_folder(Path(folder), variant.config, shapes, seed))
     vocab_size = model.config.get_text_config().vocab_size
-    asked = prompts(variant.prompts, vocab_size, seed)
+    prompt_ids = prompts(variant.prompts, vocab_size, seed)
     arrays = {}
-    for number, ids in enumerate(asked):
+    for number, ids in enumerate(prompt_ids):
         tokens, lead = reference.greedy(model, ids, variant.new_tokens)
         if variant.new_tokens and (lead < LEAST_LEAD or len(set(tokens)) < LEAST_KINDS):
             print(
@@ -42,19 +40,19 @@ def make(variant: Variant, shapes: dict, seed: int) -> dict[str, np.ndarray] | N
             f"prompt{number}": np.array(ids, np.int16),
             f"tokens{number}": np.array(tokens, np.int16),
         }
-    whole = asked[0] + arrays["tokens0"].tolist()
-    if reference.unsteadiness(model, whole) > STEADY:
+    sequence = prompt_ids[0] + arrays["tokens0"].tolist()
+    if reference.float32_error(model, sequence) > STEADY:
         print(f"{variant.name} seed {seed}: unsteady", flush=True)
         return None
-    rows = [position for position in POSITIONS if position < len(whole)]
-    arrays["logits"] = reference.logits(model, whole)[rows]
+    rows = [position for position in POSITIONS if position < len(sequence)]
+    arrays["logits"] = reference.logits(model, sequence)[rows]
     meta = {"seed": seed, "tensors": shapes}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     return arrays
 
 
 def make_encoder(variant: Variant, shapes: dict, seed: int = 1) -> dict[str, np.ndarray]:
-    """The golden arrays of an encoder: a vector of each text, pooled in two ways."""
+    """The golden arrays of an encoder: a vector of each text by mean and by CLS pooling."""
     with tempfile.TemporaryDirectory() as folder:
         model = reference.load(write_folder(Path(folder), variant.config, shapes, seed))
     hidden = [reference.hidden(model, ids) for ids in texts_of(variant, seed)]

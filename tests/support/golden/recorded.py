@@ -1,4 +1,4 @@
-"""What transformers answered, from the golden files, and the check that Quire answers the same."""
+"""Answers of transformers from the golden files, and the check that Quire gives the same."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,11 @@ from quire import LLM, SamplingParams
 from .folder import HERE, write_folder
 from .variant import Variant
 
-TOLERANCE = 2e-4  # of logits
+TOLERANCE = 2e-4  # absolute, of logits
 
 
 class Golden:
-    """One golden file, and a folder with the model that it was made of."""
+    """One golden file, and a folder with the model that it was made with."""
 
     def __init__(self, variant: Variant, folder: Path):
         with np.load(HERE / f"{variant.name}.npz") as arrays:
@@ -27,12 +27,12 @@ class Golden:
         )
 
 
-def check_answers(llm: LLM, made: Golden, near: float) -> None:
-    """It answers as transformers did; a token's score is the same, to the bit or so near, alone and
-    in company.
+def check_answers(llm: LLM, golden: Golden, tolerance: float) -> None:
+    """Check greedy answers against transformers, and that a token's log-probability differs by at
+    most `tolerance` between batches (0: bitwise batch invariance).
     """
     scores = {}
-    for prompts, expected in asked(made.prompts, made.tokens):
+    for prompts, expected in batches_to_check(golden.prompts, golden.tokens):
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
             [
@@ -43,25 +43,28 @@ def check_answers(llm: LLM, made: Golden, near: float) -> None:
         )
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         for ids, tokens, output in zip(prompts, expected, outputs, strict=True):
-            for at, (token, found) in enumerate(
+            for at, (token, top_logprobs) in enumerate(
                 zip(tokens, output.outputs[0].logprobs or (), strict=True)
             ):
-                score = found[token].logprob
-                assert abs(scores.setdefault((*ids, *tokens[: at + 1]), score) - score) <= near
+                score = top_logprobs[token].logprob
+                assert abs(scores.setdefault((*ids, *tokens[: at + 1]), score) - score) <= tolerance
 
 
-def asked(prompts: list[list[int]], tokens: list[list[int]]):
-    """The first prompt alone; then both and three that have already come a part of the way, all at
-    once.
+def batches_to_check(prompts: list[list[int]], tokens: list[list[int]]):
+    """(prompts, expected answers): first one prompt alone; then one batch of both prompts and of
+    three prompts that already hold a part of their answers.
     """
-    long, short = prompts
-    after_long, after_short = tokens
-    yield [long], [after_long]
+    long_prompt, short_prompt = prompts
+    long_answer, short_answer = tokens
+    yield [long_prompt], [long_answer]
     batch = [
-        (short, after_short, 0),
-        (long, after_long, 0),
-        (short, after_short, 9),
-        (long, after_long, 30),
+        (short_prompt, short_answer, 0),
+        (long_prompt, long_answer, 0),
+        (short_prompt, short_answer, 9),
+        (long_prompt, long_answer, 30),
     ]
-    batch.append((long, after_long, len(after_long) - 1))
-    yield [ids + after[:n] for ids, after, n in batch], [after[n:] for _, after, n in batch]
+    batch.append((long_prompt, long_answer, len(long_answer) - 1))
+    yield (
+        [ids + answer[:num_answered] for ids, answer, num_answered in batch],
+        [answer[num_answered:] for _, answer, num_answered in batch],
+    )

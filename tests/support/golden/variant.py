@@ -1,4 +1,4 @@
-"""What a tiny model is made of, and what is asked of it."""
+"""The description of a tiny model and of its test prompts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variant:
-    """One tiny model. Its weights follow from names and shapes alone, see `folder.py`."""
+    """One tiny model. Its weights depend only on names, shapes and a seed: see `folder.py`."""
 
     name: str
     config: dict[str, Any]
     max_len: int | None = None  # served length; None: the config's own
     prompts: tuple[int, ...] = (80, 11)
-    new_tokens: int = 64  # 0: logits alone
-    # prefixes that transformers writes -> those of older checkpoints
+    new_tokens: int = 64  # 0: compare logits only
+    # tensor-name prefixes of transformers -> of older checkpoints
     renames: tuple[tuple[str, str], ...] = ()
 
 

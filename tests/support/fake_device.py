@@ -1,7 +1,6 @@
-"""A pretended device for tests of the scheduler: a step's tokens come back one step late, as they
-do in service.
+"""A fake device for tests of the scheduler: a step's tokens come back one step later.
 
-Of draft tokens it accepts as many as chance says.
+It accepts a random number of draft tokens.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from quire.serving.request.sequence import Sequence
 def sequence(
     index: int, prompt: int, output: int, token: int | None = None, **settings
 ) -> Sequence:
-    """Its prompt is one token again and again: two with the same one begin alike."""
+    """The prompt repeats one token: sequences with the same token share a prefix."""
     token = 1000 + index if token is None else token
     return Sequence(0, [token] * prompt, prompt, SamplingParams(), output, index, **settings)
 
@@ -25,8 +24,8 @@ def sequence(
 def random_sequences(
     rng: np.random.Generator, scheduler: Scheduler, count: int
 ) -> Iterator[Sequence]:
-    """Each is added to the scheduler, but for those that could never be served; half have drafts,
-    where they may.
+    """Add random sequences to the scheduler, except those that can never fit. Half of them have
+    draft tokens where the step's shape allows drafts.
     """
     for index in range(count):
         prompt = int(rng.integers(1, 40))
@@ -47,9 +46,7 @@ def random_sequences(
 
 
 class Device:
-    """Runs plans one step behind, checks each against what has been computed, and ends what is
-    done.
-    """
+    """Runs plans one step behind, checks that they compute every token once, and ends sequences."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
@@ -64,14 +61,16 @@ class Device:
         plan = self.scheduler.schedule(drafts=self.shape.max_drafts > 0)
         self.scheduler.check()
         if plan is not None:
-            for own in map(
+            for replica_items in map(
                 list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))
             ):
-                rows = sum(item.num_tokens for item in own)
+                rows = sum(item.num_tokens for item in replica_items)
                 assert rows <= self.shape.max_tokens
-                assert len(own) <= self.shape.max_seqs
-                samples = sum(len(item.scored_positions) + item.num_samples for item in own)
-                decodes = all(item.num_tokens == item.num_samples for item in own)
+                assert len(replica_items) <= self.shape.max_seqs
+                samples = sum(
+                    len(item.scored_positions) + item.num_samples for item in replica_items
+                )
+                decodes = all(item.num_tokens == item.num_samples for item in replica_items)
                 assert samples <= (
                     self.shape.max_tokens
                     if decodes and self.shape.max_drafts
@@ -85,7 +84,7 @@ class Device:
                     assert item.start == 0 or item.start < item.seq.num_tokens
                     self.computed[item.seq] = item.start
                 assert item.start == self.computed[item.seq], (
-                    "rows are computed in order, each once"
+                    "tokens are computed in order, each once"
                 )
                 self.computed[item.seq] += item.num_tokens
                 assert item.num_tokens >= 1 and len(item.draft_tokens) <= self.shape.max_drafts
@@ -102,11 +101,11 @@ class Device:
                 if item.num_samples:
                     seq.pending -= item.num_samples
                     if seq.finish_reason is None:
-                        self.take_in(seq, item)
+                        self.apply_sampled_tokens(seq, item)
         self.in_flight = plan
         self.steps += 1
 
-    def take_in(self, seq: Sequence, item: ScheduledSequence) -> None:
+    def apply_sampled_tokens(self, seq: Sequence, item: ScheduledSequence) -> None:
         accepted = int(self.rng.integers(len(item.draft_tokens) + 1))
         rejected = len(item.draft_tokens) - accepted
         self.accepted += accepted

@@ -337,14 +337,17 @@ def test_folder_without_a_valid_adapter_is_rejected(base, tmp_path):
 
 
 def test_expert_modules_must_be_listed_as_lora_targets(tmp_path):
-    """Experts and routers must be listed; a list also excludes the modules that it does not name."""
+    """Experts and routers must be listed; a list excludes the modules that it does not name."""
     tensors = tiny_moe.write(tmp_path / "base", "mixtral")
     config = loader.read_config(tmp_path / "base")
     peft.write(tmp_path / "experts", peft.draw(tensors, ("w1",)))
     peft.write(tmp_path / "router", peft.draw(tensors, ("gate",)))
     peft.write(tmp_path / "attention", peft.draw(tensors, ("o_proj",)))
-    for name, modules, missing_module in (("experts", (), "experts"), ("router", ("experts",), "gate"),
-                               ("attention", ("experts", "gate"), "o_proj")):  # fmt: skip
+    for name, modules, missing_module in (
+        ("experts", (), "experts"),
+        ("router", ("experts",), "gate"),
+        ("attention", ("experts", "gate"), "o_proj"),
+    ):
         with pytest.raises(
             ModelError,
             match=f"cannot be adapted: name it in lora_target_modules, as {missing_module}",

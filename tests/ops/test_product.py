@@ -663,7 +663,7 @@ BATCHES = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))
 
 @pytest.mark.parametrize("rows", thinned(BATCHES, [(17, 3, 5, 4)]), ids=len)
 def test_products_are_batch_invariant(rows):
-    """Dense, expert, router and per-head products do not depend on the other rows or block sizes."""
+    """Dense, expert, router and per-head products do not depend on other rows or block sizes."""
     rng = np.random.default_rng(5)
     x = random_bfloat16(rng, 100, 192)
     weight = random_bfloat16(rng, 192, 128, scale=0.1)

@@ -93,8 +93,8 @@ def test_adapted_head_leaves_the_tied_embedding_unchanged(tied, tmp_path):
     tensors = tiny.write(tmp_path / "base", config, tiny.even(tiny.shapes(config)))
     untied = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
     adapter = peft.draw(untied, ("q_proj", "lm_head"))
-    saved = {"base_model.model.lm_head.base_layer.weight": untied["lm_head.weight"]}
-    peft.write(tmp_path / "adapter", adapter | saved)
+    base_head = {"base_model.model.lm_head.base_layer.weight": untied["lm_head.weight"]}
+    peft.write(tmp_path / "adapter", adapter | base_head)
     tiny.write(tmp_path / "merged", tensors=peft.merged(untied, adapter))
     layers = {name: value for name, value in adapter.items() if "lm_head" not in name}
     peft.write(tmp_path / "layers", layers)
@@ -127,15 +127,17 @@ def test_adapted_experts_and_router_match_merged_model(name, tmp_path):
     first, *_, last = tiny_moe.EXPERTS[name]
     names = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
     ranks = {first: 3, last: 6}
-    about = {"rank_pattern": ranks}
+    lora_config = {"rank_pattern": ranks}
     adapted = {
         tensor_name: tensor
         for tensor_name, tensor in tensors.items()
         if ".experts.1." not in tensor_name
     }
     adapter = peft.draw(adapted, names, ranks=ranks)
-    peft.write(tmp_path / "adapter", adapter, about)
-    tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, adapter, about))
+    peft.write(tmp_path / "adapter", adapter, lora_config)
+    tiny.write(
+        tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, adapter, lora_config)
+    )
     logits = logits_of(
         tmp_path / "base", adapter=tmp_path / "adapter", modules=tiny_moe.MODULES[name]
     )
@@ -145,7 +147,7 @@ def test_adapted_experts_and_router_match_merged_model(name, tmp_path):
         for tensor_name, matrix in adapter.items()
         if ".experts." not in tensor_name
     }
-    peft.write(tmp_path / "others", attention_adapter, about)
+    peft.write(tmp_path / "others", attention_adapter, lora_config)
     attention_logits = logits_of(
         tmp_path / "base", adapter=tmp_path / "others", modules=tiny_moe.MODULES[name]
     )
@@ -267,8 +269,8 @@ UNSUPPORTED_CONFIGS = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED_CONFIGS)
 def test_error_names_the_unsupported_adapter_option(name, base, tmp_path):
-    about, message = UNSUPPORTED_CONFIGS[name]
-    peft.write(tmp_path, peft.draw(base.tensors), about)
+    lora_config, message = UNSUPPORTED_CONFIGS[name]
+    peft.write(tmp_path, peft.draw(base.tensors), lora_config)
     with pytest.raises(ModelError) as error:
         read_adapter(tmp_path, base.config, base.targets, 16)
     assert message in str(error.value)
@@ -367,16 +369,22 @@ def test_expert_modules_must_be_listed_as_lora_targets(tmp_path):
 
 def test_dora_magnitudes_must_match_the_model_tensors(base, tmp_path):
     """Magnitudes of a wrong shape, and of experts that the model's files fuse into one tensor."""
-    drawn = peft.draw(base.tensors, ("q_proj",))
-    wrong = {name: length[1:] for name, length in peft.lengths(base.tensors, drawn).items()}
-    peft.write(tmp_path / "short", drawn | wrong, {"use_dora": True})
+    adapter_tensors = peft.draw(base.tensors, ("q_proj",))
+    wrong = {
+        name: length[1:] for name, length in peft.lengths(base.tensors, adapter_tensors).items()
+    }
+    peft.write(tmp_path / "short", adapter_tensors | wrong, {"use_dora": True})
     with pytest.raises(
         ModelError, match=r"lora_magnitude_vector of .* has shape \[31\]; the model wants \[32\]"
     ):
         read_adapter(tmp_path / "short", base.config, base.targets, 16, base.folder)
     tensors = tiny_moe.write(tmp_path / "base", "qwen3_moe")
-    drawn = peft.draw(tensors, ("gate_proj", "down_proj"))
-    peft.write(tmp_path / "experts", drawn | peft.lengths(tensors, drawn), {"use_dora": True})
+    adapter_tensors = peft.draw(tensors, ("gate_proj", "down_proj"))
+    peft.write(
+        tmp_path / "experts",
+        adapter_tensors | peft.lengths(tensors, adapter_tensors),
+        {"use_dora": True},
+    )
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     expert_weights = {
         projection: [
@@ -456,15 +464,17 @@ def read(base, folder):
 
 
 def test_adapter_tensor_names_with_adapter_name_or_without_prefix(base, tmp_path):
-    drawn = peft.draw(base.tensors)
-    reference = read_adapter(peft.write(tmp_path / "a", drawn), base.config, base.targets, 8)
+    adapter_tensors = peft.draw(base.tensors)
+    reference = read_adapter(
+        peft.write(tmp_path / "a", adapter_tensors), base.config, base.targets, 8
+    )
     for folder, change in {
         "b": (".weight", ".default.weight"),
         "c": ("base_model.model.", ""),
     }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "adapter_config.json").write_text(json.dumps(peft.ABOUT))
-        renamed = {name.replace(*change): x for name, x in drawn.items()}
+        renamed = {name.replace(*change): x for name, x in adapter_tensors.items()}
         save_file(renamed, tmp_path / folder / "adapter_model.safetensors")
         adapter = read_adapter(tmp_path / folder, base.config, base.targets, 8)
         for expected, actual in zip(reference.matrices, adapter.matrices, strict=True):

@@ -264,12 +264,12 @@ def test_folded_scales_preserve_the_logits(tmp_path, variant, monkeypatch):
         reference_logits(*load_float32(tmp_path / "folded"), samples), expected, rtol=0, atol=5e-3
     )
     if count:
-        moved = [
+        changed_names = [
             name
             for name, value in changed_by_name.items()
             if not np.array_equal(value, originals[name])
         ]
-        assert len(moved) >= 2 * min(count, 2)
+        assert len(changed_names) >= 2 * min(count, 2)
     if variant.config["model_type"] in ("llama", "qwen3", "gemma3_text"):
         assert count >= 3 * len(source.config.layers)
 
@@ -471,13 +471,13 @@ def quantize_command(dense: Path, out: Path, text: Path) -> list[str]:
 @pytest.mark.slow
 def test_killed_run_resumes_with_identical_output(tmp_path, dense, monkeypatch):
     """Killed between two layers; the same command quantises only the remaining layers."""
-    deep = tmp_path / "deep"
+    model_folder = tmp_path / "deep"
     config = LLAMA | {"num_hidden_layers": 6, "vocab_size": 1280}
-    tiny.write(deep, config, tiny.even(tiny.shapes(config)))
-    (deep / "tokenizer.json").write_text((dense / "tokenizer.json").read_text())
+    tiny.write(model_folder, config, tiny.even(tiny.shapes(config)))
+    (model_folder / "tokenizer.json").write_text((dense / "tokenizer.json").read_text())
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a red fox. " * 400)
-    running = subprocess.Popen(quantize_command(deep, tmp_path / "out", text))
+    running = subprocess.Popen(quantize_command(model_folder, tmp_path / "out", text))
     layers_folder = tmp_path / ".out.layers"
     while not (layers_folder / "layer-00001.safetensors").exists():
         assert running.poll() is None
@@ -489,7 +489,8 @@ def test_killed_run_resumes_with_identical_output(tmp_path, dense, monkeypatch):
     assert 2 <= len(written) < 6
 
     other_settings = CliRunner().invoke(
-        app, [*quantize_command(deep, tmp_path / "out", text)[3:], "--calibration-tokens", "7"]
+        app,
+        [*quantize_command(model_folder, tmp_path / "out", text)[3:], "--calibration-tokens", "7"],
     )
     assert other_settings.exit_code == 1 and "calibration was another" in str(
         other_settings.exception or other_settings.output
@@ -502,12 +503,15 @@ def test_killed_run_resumes_with_identical_output(tmp_path, dense, monkeypatch):
         return round_layer(source, index, *arguments)
 
     monkeypatch.setattr(session, "round_layer", counted)
-    resumed = CliRunner().invoke(app, quantize_command(deep, tmp_path / "out", text)[3:])
+    resumed = CliRunner().invoke(app, quantize_command(model_folder, tmp_path / "out", text)[3:])
     assert resumed.exit_code == 0, resumed.output
     assert rounded == list(range(len(written), 6))
     assert not layers_folder.exists()
     assert (
-        CliRunner().invoke(app, quantize_command(deep, tmp_path / "again", text)[3:]).exit_code == 0
+        CliRunner()
+        .invoke(app, quantize_command(model_folder, tmp_path / "again", text)[3:])
+        .exit_code
+        == 0
     )
     assert rounded == [*range(len(written), 6), *range(6)]
     for path in (tmp_path / "again").iterdir():
@@ -547,13 +551,16 @@ def test_samples_of_text_and_jsonl_files(tmp_path):
     assert sum((piece[1:] for piece in pieces), []) == ids[1:] and {
         len(piece) for piece in pieces[:-1]
     } == {64}
-    drawn = read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
-    assert len(drawn) == 3 and all(piece in pieces for piece in drawn)
-    assert drawn == read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
-    talk = [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "3"}]
-    lines = [{"text": "A fox."}, {"prompt": "A dog."}, {"messages": talk}]
+    random_pieces = read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
+    assert len(random_pieces) == 3 and all(piece in pieces for piece in random_pieces)
+    assert random_pieces == read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
+    messages = [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": "3"},
+    ]
+    lines = [{"text": "A fox."}, {"prompt": "A dog."}, {"messages": messages}]
     (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
-    chat = tokenizer.apply_chat_template(talk, add_generation_prompt=False)
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert read_samples(tmp_path / "b.jsonl", tokenizer, 9, 64) == [
         tokenizer.encode("A fox."),
         tokenizer.encode("A dog."),

@@ -101,9 +101,9 @@ def test_arithmetic_with_floats(render):
     ],
 )
 def test_raise_exception_becomes_a_prompt_error(render, source, message):
-    twice = [{"role": "user", "content": "a"}] * 2
+    two_user_messages = [{"role": "user", "content": "a"}] * 2
     with pytest.raises(PromptError) as caught:
-        render(CASES[source].template, twice)
+        render(CASES[source].template, two_user_messages)
     assert str(caught.value) == f"chat template: {message}"
 
 

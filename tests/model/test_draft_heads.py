@@ -191,13 +191,15 @@ def test_vllm_medusa_checkpoint_format(tmp_path, target, form):
         assert np.isneginf(np.delete(logits[c], tokens, axis=1)).all()
 
 
-def run_heads(heads, head_weights, weights, tokens, raw, draft_tokens):
+def run_heads(heads, head_weights, weights, tokens, target_outputs, draft_tokens):
     """(features, hidden states, logits) of `tokens`, which have target features, and draft tokens.
 
     The features of the draft tokens are the heads' own outputs.
     """
     config = heads.model
-    target_features = draft_heads.take_features(heads, head_weights, jnp.asarray(raw, jnp.float32))
+    target_features = draft_heads.take_features(
+        heads, head_weights, jnp.asarray(target_outputs, jnp.float32)
+    )
     all_tokens = np.asarray([*tokens, *draft_tokens])
     length = len(all_tokens)
     features = np.zeros((len(all_tokens), target_features.shape[1]), np.float32)
@@ -265,11 +267,16 @@ def test_eagle_heads_match_float64(tmp_path, target, form):
     heads = draft_heads.read_heads(tmp_path, config, "eagle")
     assert heads.normed and heads.bias == (form != "no bias")
     head_weights = draft_heads.load(tmp_path, heads)
-    raw = random_rows(1, T, D)
-    feature, hidden, logits = run_heads(heads, head_weights, weights, TOKENS, raw, DRAFT_TOKENS)
+    target_outputs = random_rows(1, T, D)
+    feature, hidden, logits = run_heads(
+        heads, head_weights, weights, TOKENS, target_outputs, DRAFT_TOKENS
+    )
     embed = target_tensors["model.embed_tokens.weight"]
     expected, _ = reference_drafts(
-        lambda *x: naive.eagle(as_float64(tensors), hf, embed, *x), TOKENS, raw, DRAFT_TOKENS
+        lambda *x: naive.eagle(as_float64(tensors), hf, embed, *x),
+        TOKENS,
+        target_outputs,
+        DRAFT_TOKENS,
     )
     assert_close(feature, expected)
     assert_close(hidden, expected)
@@ -310,7 +317,7 @@ def test_eagle3_heads_match_float64(tmp_path, target, form):
     maps = {"d2t": token_ids - np.arange(U), "t2d": np.isin(np.arange(V), token_ids)}
     embed = target_tensors["model.embed_tokens.weight"]
     stored = tensors
-    written = hf
+    written_config = hf
     if form in ("another width", "speculators"):
         stored = tensors | {
             "embed_tokens.weight": random_rows(5, V, hf["hidden_size"]).astype(np.float32)
@@ -319,7 +326,7 @@ def test_eagle3_heads_match_float64(tmp_path, target, form):
     if form == "speculators":
         stored = {name.replace("midlayer", "layers.0"): value for name, value in stored.items()}
         own_keys = {key: hf[key] for key in ("draft_vocab_size", "norm_before_residual")}
-        written = own_keys | {
+        written_config = own_keys | {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "speculators_version": "0.1",
@@ -329,15 +336,20 @@ def test_eagle3_heads_match_float64(tmp_path, target, form):
                 key: value for key, value in hf.items() if key not in own_keys
             },
         }
-    tiny.write(tmp_path, written, stored | maps)
+    tiny.write(tmp_path, written_config, stored | maps)
     heads = draft_heads.read_heads(tmp_path, config, "eagle3")
     assert heads.features == (1, 3, 4) and not heads.normed and heads.vocab == (0 if U == V else U)
     head_weights = draft_heads.load(tmp_path, heads)
-    raw = random_rows(1, T, 3 * D)
-    feature, hidden, logits = run_heads(heads, head_weights, weights, TOKENS, raw, DRAFT_TOKENS)
+    target_outputs = random_rows(1, T, 3 * D)
+    feature, hidden, logits = run_heads(
+        heads, head_weights, weights, TOKENS, target_outputs, DRAFT_TOKENS
+    )
     w = as_float64(tensors)
     expected_feature, expected = reference_drafts(
-        lambda *x: naive.eagle3(w, hf, embed, *x), TOKENS, raw @ w["fc.weight"].T, DRAFT_TOKENS
+        lambda *x: naive.eagle3(w, hf, embed, *x),
+        TOKENS,
+        target_outputs @ w["fc.weight"].T,
+        DRAFT_TOKENS,
     )
     assert_close(feature, expected_feature)
     assert_close(hidden, expected)
@@ -395,11 +407,16 @@ def test_mtp_heads_match_float64(tmp_path):
     w = as_float64(tensors)
     heads = draft_heads.read_heads(tmp_path, config, "mtp")
     head_weights = draft_heads.load(tmp_path, heads)
-    raw = random_rows(1, T, D)
-    feature, hidden, logits = run_heads(heads, head_weights, weights, TOKENS, raw, DRAFT_TOKENS)
+    target_outputs = random_rows(1, T, D)
+    feature, hidden, logits = run_heads(
+        heads, head_weights, weights, TOKENS, target_outputs, DRAFT_TOKENS
+    )
     embed = w["model.embed_tokens.weight"]
     next_feature, expected = reference_drafts(
-        lambda *x: naive.mtp(w, tiny_deepseek.CONFIG, embed, *x), TOKENS, raw, DRAFT_TOKENS
+        lambda *x: naive.mtp(w, tiny_deepseek.CONFIG, embed, *x),
+        TOKENS,
+        target_outputs,
+        DRAFT_TOKENS,
     )
     assert not heads.normed
     assert_close(hidden, expected)
@@ -449,11 +466,16 @@ def test_qwen_mtp_heads_match_float64(tmp_path):
     w = as_float64(tensors)
     heads = draft_heads.read_heads(tmp_path, config, "mtp")
     head_weights = draft_heads.load(tmp_path, heads)
-    raw = random_rows(1, T, D)
-    feature, hidden, logits = run_heads(heads, head_weights, weights, TOKENS, raw, DRAFT_TOKENS)
+    target_outputs = random_rows(1, T, D)
+    feature, hidden, logits = run_heads(
+        heads, head_weights, weights, TOKENS, target_outputs, DRAFT_TOKENS
+    )
     embed = w["model.embed_tokens.weight"]
     expected, _ = reference_drafts(
-        lambda *x: naive.qwen_mtp(w, tiny_qwen.CONFIG, embed, *x), TOKENS, raw, DRAFT_TOKENS
+        lambda *x: naive.qwen_mtp(w, tiny_qwen.CONFIG, embed, *x),
+        TOKENS,
+        target_outputs,
+        DRAFT_TOKENS,
     )
     assert heads.normed
     assert_close(hidden, expected)
@@ -473,7 +495,7 @@ def test_non_finite_padding_features_are_zeroed(target, kind):
     heads = draft_heads.parse_heads(LAYER_CONFIG, ["fc.bias"], config, kind)
     head_weights = random_weights(heads)
     features = jnp.asarray(random_rows(1, T, D), jnp.float32)
-    spoiled = features.at[3].set(jnp.nan)
+    nan_features = features.at[3].set(jnp.nan)
     positions = jnp.asarray([0, 1, 2, -1, 3, 4, 5])
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params, sinks_N=None):
@@ -485,7 +507,7 @@ def test_non_finite_padding_features_are_zeroed(target, kind):
         head_weights,
         weights,
         jnp.asarray(TOKENS),
-        spoiled,
+        nan_features,
         positions,
         {},
         LayerHooks(attend),
@@ -611,9 +633,9 @@ def test_saved_heads_are_read_back(tmp_path, target, kind, dtype):
     ],
 )
 def test_heads_for_another_model_are_rejected(target, kind, hf, message):
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(ModelError) as error:
         draft_heads.parse_heads(hf, [], target[0], kind)
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 def test_missing_extra_or_misshapen_head_tensors_are_rejected(tmp_path, target):
@@ -654,6 +676,6 @@ def test_missing_extra_or_misshapen_head_tensors_are_rejected(tmp_path, target):
 def test_pickled_head_files_are_rejected_with_a_remedy(tmp_path, target, name):
     tmp_path.joinpath("config.json").write_text(json.dumps(LAYER_CONFIG))
     tmp_path.joinpath(name).write_bytes(b"PK")
-    with pytest.raises(ModelError, match="weights_only=True") as refused:
+    with pytest.raises(ModelError, match="weights_only=True") as error:
         draft_heads.read_heads(tmp_path, target[0], "eagle")
-    assert name in str(refused.value)
+    assert name in str(error.value)

@@ -247,21 +247,21 @@ def test_rope_parameters_of_transformers_5(name, new):
 
 def test_sliding_windows_follow_layer_types():
     hf = PUBLISHED["Qwen2.5-7B"].config
-    slides = {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 21}
-    assert [layer.attention.window for layer in parse_config(hf | slides).layers] == [None] * 21 + [
-        1024
-    ] * 7
+    window_keys = {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 21}
+    assert [layer.attention.window for layer in parse_config(hf | window_keys).layers] == [
+        None
+    ] * 21 + [1024] * 7
     types = ["sliding_attention", "full_attention"] * 14
     assert [
         layer.attention.window
-        for layer in parse_config(hf | slides | {"layer_types": types}).layers
+        for layer in parse_config(hf | window_keys | {"layer_types": types}).layers
     ] == [1024, None] * 14
     with pytest.raises(ModelError, match="no sliding_window is in use"):
         parse_config(hf | {"layer_types": types})
     with pytest.raises(ModelError, match="27 entries for 28 layers"):
-        parse_config(hf | slides | {"layer_types": types[1:]})
+        parse_config(hf | window_keys | {"layer_types": types[1:]})
     with pytest.raises(ModelError, match="'chunked_attention' is not supported"):
-        parse_config(hf | slides | {"layer_types": ["chunked_attention"] * 28})
+        parse_config(hf | window_keys | {"layer_types": ["chunked_attention"] * 28})
 
 
 def test_missing_sliding_window_differs_from_null():
@@ -369,8 +369,8 @@ def test_interleaved_rotary_pairs_give_the_same_scores():
         x_TNH = (x_TD @ stored[f"a.{name}_proj.weight"].T + stored[f"a.{name}_proj.bias"]).reshape(
             len(position_ids), -1, H
         )
-        turned = (x_TNH[..., : 2 * pairs : 2] + 1j * x_TNH[..., 1 : 2 * pairs : 2]) * phase
-        return np.concatenate([turned.real, turned.imag, x_TNH[..., 2 * pairs :]], axis=-1)
+        rotated = (x_TNH[..., : 2 * pairs : 2] + 1j * x_TNH[..., 1 : 2 * pairs : 2]) * phase
+        return np.concatenate([rotated.real, rotated.imag, x_TNH[..., 2 * pairs :]], axis=-1)
 
     cos_sin = angles(position_ids, attention.rope.inv_freq)
     q_TNH, k_TKH = (

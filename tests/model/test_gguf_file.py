@@ -239,10 +239,10 @@ def check_tensor(tensor, name, kind, blocks) -> None:
         check_values(kind, values, expected)
     assert tensor.mapped().flags.writeable is not kind.is_plain
     for index in range(rows[0] if rows else 0):
-        cut = tensor.cut(index)
-        assert cut.shape == (1, *tensor.shape[1:])
-        check_values(kind, cut.read(), expected[index : index + 1])
-        np.testing.assert_array_equal(cut.blocks(), blocks[index : index + 1])
+        first_axis_slice = tensor.cut(index)
+        assert first_axis_slice.shape == (1, *tensor.shape[1:])
+        check_values(kind, first_axis_slice.read(), expected[index : index + 1])
+        np.testing.assert_array_equal(first_axis_slice.blocks(), blocks[index : index + 1])
 
 
 def check_values(kind, values, expected) -> None:

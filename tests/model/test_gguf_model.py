@@ -257,8 +257,8 @@ def test_format_name_follows_file_type_or_most_elements(tmp_path):
     assert config.weights_format == config.file_format == "Q5_0"
     ollama_details = details(SimpleNamespace(config=config))  # in Ollama's model lists
     assert (ollama_details["format"], ollama_details["quantization_level"]) == ("gguf", "Q5_0")
-    planned = CliRunner().invoke(app, ["plan", str(file)])
-    assert "weights in Q5_0" in planned.output, planned.output
+    result = CliRunner().invoke(app, ["plan", str(file)])
+    assert "weights in Q5_0" in result.output, result.output
 
 
 def test_weights_format_of_requantized_file(tmp_path):
@@ -291,12 +291,14 @@ def test_damaged_file_loads_or_raises_a_one_line_error(tmp_path):
     rng = np.random.default_rng(0)
     tiny_gguf.write(file, "Q8_0", tiny_gguf.LLAMA | {"num_hidden_layers": 1})
     contents = file.read_bytes()
-    for turn in range(cases(200)):
+    for iteration in range(cases(200)):
         data = bytearray(contents)
-        if turn % 3 == 0:
+        if iteration % 3 == 0:
             del data[int(rng.integers(len(data))) :]
-        for _ in range(0 if turn % 3 == 0 else int(rng.integers(1, 6))):
-            data[int(rng.integers(4000 if turn % 3 == 1 else len(data)))] = int(rng.integers(256))
+        for _ in range(0 if iteration % 3 == 0 else int(rng.integers(1, 6))):
+            data[int(rng.integers(4000 if iteration % 3 == 1 else len(data)))] = int(
+                rng.integers(256)
+            )
         file.unlink()
         file.write_bytes(bytes(data))
         try:

@@ -163,11 +163,11 @@ def byte_level_metadata(core: Tokenizer, **keys: Any) -> dict[str, Any]:
 
 def sample_texts(seed: int, number: int = 300) -> list[str]:
     rng = random.Random(seed)
-    mixed = [
+    random_texts = [
         "".join(rng.choices("ab AB1234'\n\t.,/!_<s>日한é🙂ा", k=rng.randint(1, 40)))
         for _ in range(cases(number))
     ]
-    return NASTY + mixed + [random_text(rng) for _ in range(cases(number))]
+    return NASTY + random_texts + [random_text(rng) for _ in range(cases(number))]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -203,9 +203,9 @@ def test_every_pre_tokenizer_round_trips_long_texts():
 
 def test_pre_tokenizers_split_numbers():
     def pieces(name: str, text: str) -> list[str]:
-        cut = load_tokenizer(byte_level_metadata(byte_level(), pre=name)).pre_tokenizer
-        assert cut is not None
-        return [piece for piece, _ in cut.pre_tokenize_str(text)]
+        pre_tokenizer = load_tokenizer(byte_level_metadata(byte_level(), pre=name)).pre_tokenizer
+        assert pre_tokenizer is not None
+        return [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
 
     assert pieces("qwen2", "a12345") == ["a", "1", "2", "3", "4", "5"]
     assert pieces("llama-bpe", "a12345") == ["a", "123", "45"]

@@ -111,14 +111,14 @@ def server(tmp_path):
             if self.path.startswith("/api/models/good/model/revision/nowhere"):
                 return self.answer(404, b'{"error": "no"}', **{"X-Error-Code": "RevisionNotFound"})
             if self.path.startswith("/api/models/good/gguf"):
-                named = [
+                entries = [
                     {"rfilename": n, "path": n, "type": "file", "size": len(data), "oid": "0" * 40}
                     for n, data in ggufs.items()
                 ]
                 body = (
-                    named
+                    entries
                     if "/tree/" in self.path
-                    else {"id": "good/gguf", "sha": COMMIT, "siblings": named}
+                    else {"id": "good/gguf", "sha": COMMIT, "siblings": entries}
                 )
                 return self.answer(200, json.dumps(body).encode())
             if self.path.startswith("/api/models/good/model"):
@@ -346,8 +346,8 @@ def test_pull_list_and_rm(server, tmp_path):
     assert not [path for path in requested_paths if path.endswith("good-Q8_0.gguf")]
     assert "neither a folder here nor a public model on the Hub" in run("pull", "bad/model", code=2)
     requested_paths.clear()
-    listed = run("list")
-    assert [line.split()[0] for line in listed.splitlines()[5:]] == [
+    output = run("list")
+    assert [line.split()[0] for line in output.splitlines()[5:]] == [
         "good/gguf:Q4_K_M",
         "good/model",
     ]

@@ -155,10 +155,10 @@ def test_large_key_biases_do_not_lower_the_precision_of_quantized_keys(
     if implementation == "native" and not native.serves():
         pytest.skip("no compiler")
     for offset in (0, 150):
-        exact, coded = (
+        expected, actual = (
             single_layer_attention(implementation, kind, offset) for kind in ("float32", dtype)
         )
-        error = np.linalg.norm(coded - exact) / np.linalg.norm(exact)
+        error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
         assert 1e-4 < error < tolerance
 
 

@@ -77,16 +77,16 @@ def dequantize_gptq(tensors: dict, stem: str, config: dict) -> tuple[np.ndarray,
 def dequantize_awq(tensors: dict, stem: str, config: dict) -> tuple[np.ndarray, np.ndarray]:
     """AutoAWQ packs outputs 0 2 4 6 1 3 5 7 into a word, from the lowest bits up."""
 
-    def spread(words: np.ndarray) -> np.ndarray:
+    def unpack_words(words: np.ndarray) -> np.ndarray:
         out = np.zeros((len(words), 8 * words.shape[1]), np.int64)
-        for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-            out[:, output::8] = words.view(np.uint32).astype(np.int64) >> 4 * place & 15
+        for position, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            out[:, output::8] = words.view(np.uint32).astype(np.int64) >> 4 * position & 15
         return out
 
     qweight, qzeros, scales = (tensors[f"{stem}.{x}"] for x in ("qweight", "qzeros", "scales"))
     size = config["group_size"]
     scale = scales.astype(np.float64).repeat(size, 0)
-    return ((spread(qweight) - spread(qzeros).repeat(size, 0)) * scale).T, scale.T
+    return ((unpack_words(qweight) - unpack_words(qzeros).repeat(size, 0)) * scale).T, scale.T
 
 
 DEQUANTIZERS = {"gptq": dequantize_gptq, "awq": dequantize_awq}

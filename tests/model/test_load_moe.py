@@ -146,11 +146,11 @@ def test_mxfp4_values_match_the_stored_codes(write_variant):
     moe = load(model_folder, tensors).layers[2].moe
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
-    def stored(kind: str, e: int, row: int, column: int) -> float:
+    def stored_value(kind: str, e: int, row: int, column: int) -> float:
         name = f"model.layers.2.mlp.experts.{kind}_proj"
-        block, place = divmod(column, 32)
-        byte = int(tensors[f"{name}_blocks"][e, row, block, place // 2])
-        code = byte >> 4 if place % 2 else byte & 15
+        block, offset = divmod(column, 32)
+        byte = int(tensors[f"{name}_blocks"][e, row, block, offset // 2])
+        code = byte >> 4 if offset % 2 else byte & 15
         return values[code] * 2.0 ** (int(tensors[f"{name}_scales"][e, row, block]) - 127)
 
     rng = np.random.default_rng(0)
@@ -163,5 +163,5 @@ def test_mxfp4_values_match_the_stored_codes(write_variant):
         d = rng.integers(64)
         g = rng.integers(2)
         f = rng.integers(96)
-        assert up[d, g, f] == stored("gate_up", 4, 2 * f + g, d)
-        assert down[f, d] == stored("down", 4, d, f)
+        assert up[d, g, f] == stored_value("gate_up", 4, 2 * f + g, d)
+        assert down[f, d] == stored_value("down", 4, d, f)

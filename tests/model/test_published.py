@@ -126,7 +126,11 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
 
 
 def write_checkpoint(
-    folder: Path, case: str, config: dict = LLAMA, spare: tuple[str, ...] = (), seed: int = 0
+    folder: Path,
+    case: str,
+    config: dict = LLAMA,
+    dense_modules: tuple[str, ...] = (),
+    seed: int = 0,
 ):
     """Write a folder in its tool's format; return its tensors and float64 matrices."""
     write, options, quantization, _ = CASES[case]
@@ -135,7 +139,7 @@ def write_checkpoint(
     expected = {}
     for name, value in tiny.draw(config).items():
         stem = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
+        if not name.endswith("_proj.weight") or stem.endswith(dense_modules or ("\n",)):
             tensors[name], expected[name] = value, value.astype(np.float64)
             continue
         matrix_tensors, expected[name] = write(rng, stem, value.shape, **options)
@@ -183,7 +187,7 @@ def test_unused_activation_scales_are_logged(tmp_path, caplog, case, is_logged):
 def test_excluded_modules_stay_dense(tmp_path, case):
     """By parts of module names, as in transformers."""
     _, expected = write_checkpoint(
-        tmp_path, case, spare=("self_attn.o_proj", "layers.0.mlp.down_proj")
+        tmp_path, case, dense_modules=("self_attn.o_proj", "layers.0.mlp.down_proj")
     )
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())

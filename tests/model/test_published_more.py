@@ -270,7 +270,12 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
 
 
 def write_checkpoint(
-    folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, config: dict = LLAMA, **changes
+    folder,
+    case: str,
+    dense_modules: tuple[str, ...] = (),
+    seed: int = 0,
+    config: dict = LLAMA,
+    **changes,
 ):
     """Write a folder in its tool's format; return its tensors and float64 matrices."""
     write, options, quantization, _ = CASES[case]
@@ -279,7 +284,7 @@ def write_checkpoint(
     expected = {}
     for name, value in tiny.draw(config).items():
         stem = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
+        if not name.endswith("_proj.weight") or stem.endswith(dense_modules or ("\n",)):
             tensors[name], expected[name] = value, value.astype(np.float64)
             continue
         matrix_tensors, expected[name] = write(rng, stem, value.shape, **options)
@@ -303,9 +308,9 @@ def test_matrices_match_their_format(tmp_path, case):
     _, expected = write_checkpoint(tmp_path, case)
     assert read_config(tmp_path).quant == CASES[case][3]
     weights = read(tmp_path)
-    widened = CASES[case][3] is None
-    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_is(weights, expected, 1e-6 if widened else 0, tolerance(case))
+    is_dequantized = CASES[case][3] is None
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == is_dequantized
+    assert_is(weights, expected, 1e-6 if is_dequantized else 0, tolerance(case))
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
 
 
@@ -696,12 +701,12 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("case", "ending", "change", "words_of"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE]
+    ("case", "ending", "change", "message"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE]
 )
 @pytest.mark.slow
-def test_error_names_the_damaged_tensor(tmp_path, case, ending, change, words_of):
+def test_error_names_the_damaged_tensor(tmp_path, case, ending, change, message):
     tensors, _ = write_checkpoint(tmp_path, case)
-    check_damage(tmp_path, tensors, STEM + ending, change, words_of)
+    check_damage(tmp_path, tensors, STEM + ending, change, message)
 
 
 CONFIGS: list[tuple[dict, str]] = [

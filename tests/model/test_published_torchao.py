@@ -156,16 +156,18 @@ def random_tiled_int4(rng, stem: str, shape, size=128, old=False, **_):
                     np.uint32
                 )
                 words[:, :, lane, tile] |= tile_codes << (4 * nibble)
-    shared = np.stack(
+    scale_and_zero = np.stack(
         [
             rng.uniform(low, 0.02, (padded_shape[1] // size, padded_shape[0]))
             for low in (0.001, -0.02)
         ],
         -1,
     ).astype(BF16)
-    scale, zero = shared.astype(np.float64).repeat(size, 0).transpose(2, 1, 0)
+    scale, zero = scale_and_zero.astype(np.float64).repeat(size, 0).transpose(2, 1, 0)
     dense = ((codes - 8) * scale + zero)[:rows, :columns]
-    return tensor_names(stem, {"qdata": words.view(np.int32), "scale_and_zero": shared}, old), dense
+    return tensor_names(
+        stem, {"qdata": words.view(np.int32), "scale_and_zero": scale_and_zero}, old
+    ), dense
 
 
 INT8 = typed(
@@ -285,7 +287,9 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
 }
 
 
-def write_folder(folder, case: str, spare: tuple[str, ...] = (), model: dict = LLAMA, **changes):
+def write_folder(
+    folder, case: str, dense_modules: tuple[str, ...] = (), model: dict = LLAMA, **changes
+):
     """Write a folder in transformers' format; return its tensors and float64 matrices."""
     write, options, quant_type, _ = CASES[case]
     rng = np.random.default_rng(0)
@@ -293,7 +297,7 @@ def write_folder(folder, case: str, spare: tuple[str, ...] = (), model: dict = L
     expected = {}
     for name, value in tiny.draw(model).items():
         stem = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
+        if not name.endswith("_proj.weight") or stem.endswith(dense_modules or ("\n",)):
             tensors[name], expected[name] = value, value.astype(np.float64)
             continue
         matrix_tensors, expected[name] = write(rng, stem, value.shape, **options)
@@ -329,21 +333,23 @@ def test_matrices_match_the_torchao_format(tmp_path, case):
     _, expected = write_folder(tmp_path, case)
     assert read_config(tmp_path).quant == CASES[case][3]
     weights = read(tmp_path)
-    widened = CASES[case][3] is None
-    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_is(weights, expected, 1e-6 if widened else 0, tolerance(case))
+    is_dequantized = CASES[case][3] is None
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == is_dequantized
+    assert_is(weights, expected, 1e-6 if is_dequantized else 0, tolerance(case))
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("case", ["int8", "fp8", "int4"])
 def test_modules_to_not_convert_stay_dense(tmp_path, case):
-    spare = ("self_attn.o_proj", "layers.0.mlp.down_proj")
-    _, expected = write_folder(tmp_path / "said", case, spare, modules_to_not_convert=list(spare))
+    dense_modules = ("self_attn.o_proj", "layers.0.mlp.down_proj")
+    _, expected = write_folder(
+        tmp_path / "said", case, dense_modules, modules_to_not_convert=list(dense_modules)
+    )
     weights = read(tmp_path / "said")
     assert_is(weights, expected, atol=tolerance(case))
     assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
     assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
-    write_folder(tmp_path / "unsaid", case, spare)
+    write_folder(tmp_path / "unsaid", case, dense_modules)
     with pytest.raises(ModelError, match=r"self_attn.o_proj.weight' is not quantised"):
         read(tmp_path / "unsaid")
 
@@ -453,8 +459,8 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
 )
 def test_error_names_the_damaged_tensor(tmp_path, case, tensor, change, words):
     tensors, expected = write_folder(tmp_path, case)
-    about = tile_metadata(expected) if case == "int4-tiles" else None
-    check_damage(tmp_path, tensors, STEM + tensor, change, words, about)
+    metadata = tile_metadata(expected) if case == "int4-tiles" else None
+    check_damage(tmp_path, tensors, STEM + tensor, change, words, metadata)
 
 
 SHAPE = "model.layers.1.mlp.down_proj.weight"
@@ -473,11 +479,11 @@ SHAPE = "model.layers.1.mlp.down_proj.weight"
 )
 def test_wrong_shapes_in_tile_metadata_are_rejected(tmp_path, metadata_text, words):
     tensors, expected = write_folder(tmp_path, "int4-tiles")
-    about = tile_metadata(expected) | {SHAPE: metadata_text}
+    metadata = tile_metadata(expected) | {SHAPE: metadata_text}
     save_file(
         tensors,
         tmp_path / "model.safetensors",
-        {name: text for name, text in about.items() if text is not None},
+        {name: text for name, text in metadata.items() if text is not None},
     )
     with pytest.raises(ModelError, match=words):
         read(tmp_path)

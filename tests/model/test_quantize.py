@@ -276,8 +276,10 @@ def test_experts_are_quantized_if_stored_as_separate_tensors(tmp_path, name, is_
     tensor_names = {
         name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)
     }
-    coded = {name.removesuffix("_scale") for name in tensor_names if name.endswith("_scale")}
-    assert coded and any(".experts." in name for name in coded) != is_dense
+    quantized_names = {
+        name.removesuffix("_scale") for name in tensor_names if name.endswith("_scale")
+    }
+    assert quantized_names and any(".experts." in name for name in quantized_names) != is_dense
     assert any(form.group_of(name) for name in tensor_names if ".experts." in name) != is_dense
     if not is_dense:
         linear = {
@@ -285,8 +287,12 @@ def test_experts_are_quantized_if_stored_as_separate_tensors(tmp_path, name, is_
             for name in tensor_names
             if name.endswith(("proj.weight", "mlp.gate.weight", "lm_head.weight"))
         }
-        assert {name for name in linear if form.group_of(name.removesuffix(".weight"))} == coded
-        assert coded == {name for name in linear if name.endswith("proj.weight")} != linear
+        assert {
+            name for name in linear if form.group_of(name.removesuffix(".weight"))
+        } == quantized_names
+        assert (
+            quantized_names == {name for name in linear if name.endswith("proj.weight")} != linear
+        )
 
 
 @pytest.mark.slow
@@ -356,10 +362,10 @@ def test_quantize_rejects_existing_outputs_and_unsupported_sources(tmp_path):
         "96 inputs",
         "could be 32",
     )
-    odd = tmp_path / "odd"
-    tiny.write(odd, tiny.LLAMA | {"intermediate_size": 33})
-    assert_rejected(lambda: quantize(odd, tmp_path / "again", "int4"), "33 inputs")
-    assert sorted(tmp_path.iterdir()) == sorted([dense, small, odd, out, tmp_path / "orbax"])
+    odd_inputs = tmp_path / "odd"
+    tiny.write(odd_inputs, tiny.LLAMA | {"intermediate_size": 33})
+    assert_rejected(lambda: quantize(odd_inputs, tmp_path / "again", "int4"), "33 inputs")
+    assert sorted(tmp_path.iterdir()) == sorted([dense, small, odd_inputs, out, tmp_path / "orbax"])
 
 
 def test_failed_write_leaves_no_files(tmp_path):
@@ -556,8 +562,8 @@ def dequantize(leaf) -> np.ndarray:
     out = np.zeros((math.prod(leaf.into), math.prod(leaf.out)))
     side = min(len(out), 128)  # inputs of a block; the last block ends with the last input
     for k in range(len(out)):
-        half, place = divmod(k - min(k // side * side, len(out) - side), side // 2)
-        code = leaf.nibbles[k // side * (side // 2) + place] >> 4 * half & 15
+        half, offset = divmod(k - min(k // side * side, len(out) - side), side // 2)
+        code = leaf.nibbles[k // side * (side // 2) + offset] >> 4 * half & 15
         zero = 8.0 if leaf.zero is None else leaf.zero[k // leaf.group].astype(np.float64)
         out[k] = (code - zero) * leaf.scale[k // leaf.group]
     return out.reshape(*leaf.into, *leaf.out)

@@ -93,8 +93,8 @@ def naive_gptq(
     size = group or count
     middle = 2 ** (bits - 1)
     static = act_order or group is None
-    alive = [j for j in range(count) if H[j, j] != 0]
-    mean = np.mean([H[j, j] for j in alive])
+    used_inputs = [j for j in range(count) if H[j, j] != 0]
+    mean = np.mean([H[j, j] for j in used_inputs])
     for j in range(count):
         if H[j, j] == 0:
             H[j, j] = 1
@@ -112,13 +112,13 @@ def naive_gptq(
         top = values[np.abs(values).argmax()]
         return float(dtype(np.float32(top) / np.float32(-middle))), middle
 
-    shared = {}
+    scale_and_zero = {}
     if static:
         for o in range(len(W)):
             for g in range(-(-count // size)):
-                shared[o, g] = fit(W[o, g * size : (g + 1) * size])
+                scale_and_zero[o, g] = fit(W[o, g * size : (g + 1) * size])
     order = (
-        sorted(range(count), key=lambda j: (-(H[j, j] - damp * mean) * (j in alive), j))
+        sorted(range(count), key=lambda j: (-(H[j, j] - damp * mean) * (j in used_inputs), j))
         if act_order
         else None
     )
@@ -130,15 +130,15 @@ def naive_gptq(
         F = np.linalg.inv(H[np.ix_(remaining, remaining)])
         for o in range(len(W)):
             if not static and j % size == 0:
-                shared[o, j // size] = fit(W[o, j : j + size])
-            scale, zero = shared[o, j // size]
+                scale_and_zero[o, j // size] = fit(W[o, j : j + size])
+            scale, zero = scale_and_zero[o, j // size]
             exact = W[o, j] / scale if scale else 0.0
             is_unambiguous[o] &= abs(exact - np.floor(exact) - 0.5) > 1e-3
             code = np.clip(np.rint(exact) + zero, int(bits == 8 and not has_zeros), 2**bits - 1)
             codes[o, j] = code
             error = (W[o, j] - (code - zero) * scale) / F[0, 0]
-            for place, k in enumerate(remaining):
-                W[o, k] -= error * F[0, place]
+            for position, k in enumerate(remaining):
+                W[o, k] -= error * F[0, position]
         remaining = remaining[1:]
     return codes, is_unambiguous
 
@@ -234,8 +234,8 @@ def test_gptq_error_matches_a_float64_reference(name):
     inverse = np.linalg.inv(damped[np.ix_(order, order)])
     quantized = gptq(W, H, grid, act_order=True)
     scales, zeros = (
-        grid.spread(shared, 192).astype(np.float64)
-        for shared in (quantized.scales, quantized.zeros)
+        grid.spread(group_values, 192).astype(np.float64)
+        for group_values in (quantized.scales, quantized.zeros)
     )
     remaining = W[:, order].astype(np.float64)
     expected = np.empty(W.shape)

@@ -69,13 +69,13 @@ def reference_encode(word: bytes, ranks: dict[bytes, int]) -> list[int]:
 def write_tokenizer(folder, ranks: dict[bytes, int], **config):
     lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
     (folder / "tiktoken.model").write_bytes(b"".join(lines))
-    named = {
+    added_tokens = {
         str(len(ranks)): {"content": "[BOS]", "special": True},
         str(len(ranks) + 1): {"content": "[EOS]", "special": True},
         str(len(ranks) + 4): {"content": "<think>", "special": False},
     }
     (folder / "tokenizer_config.json").write_text(
-        json.dumps(CONFIG | {"added_tokens_decoder": named} | config)
+        json.dumps(CONFIG | {"added_tokens_decoder": added_tokens} | config)
     )
     return folder
 

@@ -200,23 +200,23 @@ def test_vocab_size_is_the_largest_id_plus_one(byte_level):
 
 def test_bos_and_eos_tokens_of_all_files(byte_level):
     library = HfTokenizer.from_file(str(byte_level / "tokenizer.json"))
-    bos, eos, turn = (library.token_to_id(token) for token in (BOS, EOS, TURN))
+    bos_id, eos_id, turn_id = (library.token_to_id(token) for token in (BOS, EOS, TURN))
     tokenizer = Tokenizer(byte_level)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (bos, {eos})
-    assert write_file(byte_level, "config.json", {"eos_token_id": turn}).eos_token_ids == {
-        eos,
-        turn,
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (bos_id, {eos_id})
+    assert write_file(byte_level, "config.json", {"eos_token_id": turn_id}).eos_token_ids == {
+        eos_id,
+        turn_id,
     }
     assert write_file(
         byte_level, "generation_config.json", {"eos_token_id": None}
     ).eos_token_ids == {
-        eos,
-        turn,
+        eos_id,
+        turn_id,
     }
     assert write_file(
         byte_level, "generation_config.json", {"eos_token_id": [7, 8]}
     ).eos_token_ids == {
-        eos,
+        eos_id,
         7,
         8,
     }
@@ -225,7 +225,7 @@ def test_bos_and_eos_tokens_of_all_files(byte_level):
     mapped = write_file(
         byte_level, "special_tokens_map.json", {"bos_token": {"content": TURN}, "eos_token": EOS}
     )
-    assert (mapped.bos_token_id, mapped.eos_token_ids) == (turn, {eos, 7, 8})
+    assert (mapped.bos_token_id, mapped.eos_token_ids) == (turn_id, {eos_id, 7, 8})
 
 
 @pytest.mark.parametrize(
@@ -289,11 +289,11 @@ def test_chat_template_files_and_their_precedence(byte_level):
 
 
 def test_named_chat_templates(byte_level):
-    named = [
+    templates = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools | length }} tools"},
     ]
-    tokenizer = write_file(byte_level, "tokenizer_config.json", {"chat_template": named})
+    tokenizer = write_file(byte_level, "tokenizer_config.json", {"chat_template": templates})
     assert tokenizer.apply_chat_template(MESSAGES) == "plain"
     assert tokenizer.apply_chat_template(MESSAGES, tools=[{"name": "f"}]) == "1 tools"
     (byte_level / "additional_chat_templates").mkdir()

@@ -29,9 +29,9 @@ def write_multimodal_model(folder, **text) -> dict:
     """Write a multimodal folder with a tiny Llama text model; return the text model's tensors."""
     tiny.write(folder)
     stored = load_file(folder / "model.safetensors")
-    named = {f"language_model.{name}": value for name, value in stored.items()}
+    prefixed = {f"language_model.{name}": value for name, value in stored.items()}
     save_file(
-        named | {name: np.ones(3, np.float32) for name in VISION}, folder / "model.safetensors"
+        prefixed | {name: np.ones(3, np.float32) for name in VISION}, folder / "model.safetensors"
     )
     (folder / "config.json").write_text(json.dumps(OUTER | {"text_config": tiny.LLAMA | text}))
     return stored

@@ -26,11 +26,11 @@ def random_adapters(rng, dtype: str, slots: int, stack: int | None = None):
     widths = rng.integers(1, 300, rng.integers(1, 4))
     bounds = np.cumsum(widths)
     ranges = tuple((int(end - width), int(end)) for end, width in zip(bounds, widths, strict=True))
-    lead = (slots,) if stack is None else (slots, stack)
-    down = draw(rng, dtype, *lead, D, R * len(ranges), scale=D**-0.5)
-    up = draw(rng, dtype, *lead, R, bounds[-1])
+    leading_axes = (slots,) if stack is None else (slots, stack)
+    down = draw(rng, dtype, *leading_axes, D, R * len(ranges), scale=D**-0.5)
+    up = draw(rng, dtype, *leading_axes, R, bounds[-1])
     return Adapted(
-        None, down, up, draw(rng, "float32", *lead, bounds[-1], scale=0.1), parts=ranges
+        None, down, up, draw(rng, "float32", *leading_axes, bounds[-1], scale=0.1), parts=ranges
     ), int(D)
 
 
@@ -108,11 +108,11 @@ def test_adapters_are_batch_and_slot_invariant(implementation):
         expected = run_adapted(weight, adapter_slots, x, out, implementation)
         t = int(rng.integers(T))
         order = rng.permutation(5)
-        moved = weight.replace(
+        reordered = weight.replace(
             down=weight.down[order], up=weight.up[order], longer=weight.longer[order]
         )
         new_slot = np.append(np.argsort(order), 5)[adapter_slots[t : t + 1]]
-        alone = run_adapted(moved, new_slot, x[t : t + 1], out[t : t + 1], implementation)
+        alone = run_adapted(reordered, new_slot, x[t : t + 1], out[t : t + 1], implementation)
         assert np.array_equal(alone[0], expected[t])
 
 

@@ -177,13 +177,13 @@ def test_attention_is_batch_invariant(name):
     def compare(
         T: int, B: int, start: int, rows: int, other_sequences: list[Sequence], index: int
     ) -> None:
-        sized = dataclasses.replace(shape, T=T, B=B)
+        step_shape = dataclasses.replace(shape, T=T, B=B)
         case = build(
-            sized,
+            step_shape,
             [*other_sequences[:index], Sequence(seed, start, rows), *other_sequences[index:]],
             rng,
         )
-        out, _ = run(sized, case)
+        out, _ = run(step_shape, case)
         for offset, row in enumerate(out[case.places[index]]):
             bits = expected_bits.setdefault(start + offset, row.tobytes())
             assert bits == row.tobytes(), (
@@ -218,13 +218,15 @@ def test_tiles_cover_each_row_once():
         (40, 8, 16),
         (39, 1, 12),
     ):
-        cut = jax.jit(partial(tiles, T=T, Q=Q))
+        make_tiles = jax.jit(partial(tiles, T=T, Q=Q))
         for _ in range(30):
             starts = np.concatenate([[0], np.sort(rng.integers(0, T + 1, B))])
-            row, seq, valid = (np.asarray(x) for x in cut(jnp.asarray(starts, jnp.int32)))
+            row, seq, valid = (np.asarray(x) for x in make_tiles(jnp.asarray(starts, jnp.int32)))
             assert sorted(row[valid]) == list(range(starts[-1]))
-            owner = np.repeat(np.arange(B), np.diff(starts))
-            assert (np.broadcast_to(seq[:, None], row.shape)[valid] == owner[row[valid]]).all()
+            sequence_of_row = np.repeat(np.arange(B), np.diff(starts))
+            assert (
+                np.broadcast_to(seq[:, None], row.shape)[valid] == sequence_of_row[row[valid]]
+            ).all()
 
 
 def test_sum_pairs_matches_float64():

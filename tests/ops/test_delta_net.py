@@ -26,12 +26,12 @@ def implementation(name: str) -> str:
 def naive_delta(q, k, v, decay, beta, memory, corrects=True):
     """Gated delta rule of one sequence, token by token, in float64."""
     q, k, v, decay, beta, memory = (x.astype(np.float64) for x in (q, k, v, decay, beta, memory))
-    shared = v.shape[1] // q.shape[1]
+    heads_per_key = v.shape[1] // q.shape[1]
     out = np.zeros(v.shape)
     for t in range(len(v)):
         for n in range(v.shape[1]):
-            key = k[t, n // shared]
-            query = q[t, n // shared]
+            key = k[t, n // heads_per_key]
+            query = q[t, n // heads_per_key]
             memory[n] *= decay[t, n][..., None]
             memory[n] += np.outer(key, beta[t, n] * (v[t, n] - corrects * (key @ memory[n])))
             out[t, n] = query @ memory[n]

@@ -295,10 +295,10 @@ def test_self_test_accepts_the_kernel_and_finds_a_missing_key(kernel, monkeypatc
         result = measure(AttentionCase(trial, flashinfer.attend), 0, repeats=2)
         assert result.wrong is None, (trial, result)
 
-    right = flashinfer_kernel.paged_run
+    original = flashinfer_kernel.paged_run
 
     def forget_keys(*arguments):
-        right(*arguments[:14], arguments[14] - 8, *arguments[15:])
+        original(*arguments[:14], arguments[14] - 8, *arguments[15:])
 
     monkeypatch.setattr(flashinfer_kernel, "paged_run", forget_keys)
     assert measure(AttentionCase(small[0], flashinfer.attend), 0, repeats=1).wrong
@@ -454,17 +454,17 @@ def test_build_timeout_kills_child_processes(monkeypatch, tmp_path):
 
 
 def test_failed_self_test_disables_the_kernel(monkeypatch):
-    tried = []
+    tested = []
 
     def test(module: str, kind: str):
-        tried.append((module, json.loads(kind)))
+        tested.append((module, json.loads(kind)))
         return {"decoding": Found(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "test", test)
     monkeypatch.delenv("QUIRE_MOSAIC")
     with pytest.raises(NoImplementation, match="it is wrong on this GPU: decoding by 5.0e-01"):
         lowered_text(Trial("", 2, 30, window=20))
-    assert tried == [
+    assert tested == [
         (
             "quire.ops.attention.flashinfer",
             {
@@ -485,7 +485,7 @@ def test_failed_self_test_disables_the_kernel(monkeypatch):
     forget_verdicts()
     with pytest.raises(NoImplementation, match="QUIRE_MOSAIC is off"):
         lowered_text(Trial("", 2, 30, window=20))
-    assert len(tried) == 1
+    assert len(tested) == 1
 
 
 def test_kernel_declares_that_its_results_vary(kernel):
@@ -522,11 +522,11 @@ def test_engine_generates_the_same_tokens_with_flashinfer(kernel, monkeypatch):
 
     expected = generate()
     calls = []
-    right = flashinfer_kernel.paged_run
+    original = flashinfer_kernel.paged_run
 
     def counted(*arguments):
         calls.append(len(arguments))
-        right(*arguments)
+        original(*arguments)
 
     monkeypatch.setattr(flashinfer_kernel, "paged_run", counted)
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flashinfer": ".flashinfer"})

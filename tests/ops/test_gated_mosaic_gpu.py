@@ -343,16 +343,16 @@ def test_measure_reports_errors_and_differing_bits():
 
 def test_case_in_layers_fails_if_one_layer_is_wrong():
     """Every layer has its own inputs."""
-    right = measure(InLayers(DoublingCase()), 0)
+    result = measure(InLayers(DoublingCase()), 0)
     assert (
-        right == Found(0.0, 0.0, 0, 1e-3)
+        result == Found(0.0, 0.0, 0, 1e-3)
         and InLayers(DoublingCase()).name == "doubled, in a step of 3 layers"
     )
     for layer in range(3):
-        spoiled = InLayers(
+        spoiled_case = InLayers(
             DoublingCase(lambda state, layer=layer: jnp.where(state == layer, 0.1, 0))
         )
-        assert measure(spoiled, 0, repeats=1).wrong is not None
+        assert measure(spoiled_case, 0, repeats=1).wrong is not None
 
 
 def test_self_test_digest_depends_on_graph_capture(monkeypatch):
@@ -472,21 +472,32 @@ def test_self_test_cases_cover_every_path_of_the_kernel(window):
             sinks=False,
             processors=132,
         )
-        decodes = len(rows.positions_T) == len(rows.tables_BM)
-        covered |= {("can be cut", shape.cut), ("padding", bool(case.empty)), ("decodes", decodes)}
+        is_decode = len(rows.positions_T) == len(rows.tables_BM)
+        covered |= {
+            ("can be cut", shape.cut),
+            ("padding", bool(case.empty)),
+            ("decodes", is_decode),
+        }
         for items in tasks_of(shape, plan(shape, rows)):
             covered |= {("in turns", len(items) > 1)}
             for item in items:
-                several = item.first // item.span != item.last // item.span
-                longer = item.span > shape.span
-                cut = (decodes, item.place >= 0) if shape.cut else None
+                spans_several = item.first // item.span != item.last // item.span
+                has_longer_spans = item.span > shape.span
+                is_split = (is_decode, item.place >= 0) if shape.cut else None
                 covered |= {
-                    ("cut", cut),
-                    ("several spans", item.place >= 0, several),
-                    ("longer spans", longer),
+                    ("cut", is_split),
+                    ("several spans", item.place >= 0, spans_several),
+                    ("longer spans", has_longer_spans),
                 }
-    cut = {("cut", (decodes, cut)) for decodes in (True, False) for cut in (True, False)}
-    expected = {("can be cut", True), *cut, ("several spans", True, False), ("longer spans", True)}
+    is_split = {
+        ("cut", (is_decode, is_split)) for is_decode in (True, False) for is_split in (True, False)
+    }
+    expected = {
+        ("can be cut", True),
+        *is_split,
+        ("several spans", True, False),
+        ("longer spans", True),
+    }
     expected |= {("several spans", True, True)} if window is None else set()
     if window is not None:  # the window is shorter than a span: no work is split
         expected = {("can be cut", False), ("cut", None)}

@@ -155,18 +155,18 @@ def all_points() -> tuple[np.ndarray, np.ndarray]:
 def test_e8p_table_matches_the_paper():
     """227 vectors of squared norm up to 10 and 29 of 12; points lie in E8 shifted by 1/4."""
     table = e8p.table()
-    odd = [(Fraction(1, 2)), Fraction(3, 2), Fraction(5, 2)]
-    inner = {point for point in product(odd, repeat=8) if sum(x * x for x in point) <= 10}
+    half_integers = [(Fraction(1, 2)), Fraction(3, 2), Fraction(5, 2)]
+    inner = {point for point in product(half_integers, repeat=8) if sum(x * x for x in point) <= 10}
     table_rows = [tuple(map(Fraction, map(float, row))) for row in table]
     assert len(inner) == 227 and {*table_rows[:227]} == inner and len({*table_rows}) == 256
     assert all(sum(x * x for x in point) == 12 for point in table_rows[227:])
     codes, points = all_points()
     assert len(np.unique(points, axis=0)) == len(codes)
     # half-integers, in units of 1/4
-    moved = np.where(codes[:, None] >> 15, points - 1, points + 1)
-    assert (moved % 4 == 2).all() and (moved.sum(1) % 8 == 0).all()  # with an even sum
-    np.testing.assert_array_equal(np.sort(np.abs(moved), 1), np.sort(4 * table[codes & 255], 1))
-    np.testing.assert_array_equal((moved[:, :7] < 0), codes[:, None] >> np.arange(8, 15) & 1)
+    unshifted = np.where(codes[:, None] >> 15, points - 1, points + 1)
+    assert (unshifted % 4 == 2).all() and (unshifted.sum(1) % 8 == 0).all()  # with an even sum
+    np.testing.assert_array_equal(np.sort(np.abs(unshifted), 1), np.sort(4 * table[codes & 255], 1))
+    np.testing.assert_array_equal((unshifted[:, :7] < 0), codes[:, None] >> np.arange(8, 15) & 1)
     np.testing.assert_array_equal(np.asarray(e8p.points(jnp.asarray(codes))), points)
 
 
@@ -257,8 +257,8 @@ def test_specs_match_the_quantized_arrays(name):
     node = spec.quantize(np.random.default_rng(0).standard_normal((256, 2, 64)).astype(np.float32))
     for leaf_spec, array in zip(jax.tree.leaves(spec), jax.tree.leaves(node), strict=True):
         assert (leaf_spec.shape, leaf_spec.dtype) == (array.shape, array.dtype)
-    drawn = random_arrays(spec, 1)
-    values = np.asarray(einsum("TD,DGF->TGF", jnp.eye(256), drawn, jnp.float32))
+    random_weight = random_arrays(spec, 1)
+    values = np.asarray(einsum("TD,DGF->TGF", jnp.eye(256), random_weight, jnp.float32))
     assert 0.4 < values.std() * 256**0.5 < 2.5
 
 

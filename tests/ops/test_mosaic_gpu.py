@@ -163,10 +163,10 @@ def test_merge_does_not_depend_on_the_order_of_processors(num_ahead, monkeypatch
             rows = rows.replace(arrivals=paged.new_arrivals(3))
             first_out, pages = attend(q, k, v, pages, rows, params, sinks_N)
             second_out, pages = attend(q, k, v, pages, rows, params, sinks_N)
-            counted = jnp.broadcast_to(
+            max_count = jnp.broadcast_to(
                 jnp.max(jnp.abs(rows.arrivals[...])), first_out.shape
             ).astype(first_out.dtype)
-            return jnp.stack([first_out, second_out, counted]), pages
+            return jnp.stack([first_out, second_out, max_count]), pages
 
         monkeypatch.setattr(JaxprInterpreter, "_interpret_axis_index_p", reordered_axis_index)
         out, _ = run(shape, case, layers)
@@ -183,12 +183,12 @@ def test_context_is_copied_once(window, codes, monkeypatch):
     shape = decode_shape(K=4, G=2, S=32, codes=codes, window=window)
     sequences = [Sequence(1, 127, 1), Sequence(2, 63, 1), Sequence(3, 179, 1)]
     num_hidden_blocks = 1 if window else 0  # blocks of the last sequence outside of its window
-    copied = copies.counted(monkeypatch)
+    copied_blocks = copies.counted(monkeypatch)
     run(shape, build(shape, sequences, np.random.default_rng(0)), attend)
     positions = 64 * (2 + 1 + 3 - num_hidden_blocks)
     keys = positions * shape.K * (shape.H * 2 if codes is None else shape.H + 4)
     queries = 3 * 8 * shape.H * 2
-    assert sum(copy.nbytes for copy in copied) == 2 * keys + queries
+    assert sum(block.nbytes for block in copied_blocks) == 2 * keys + queries
 
 
 # Shapes in production, which are lowered for a GPU

@@ -59,12 +59,12 @@ def visible_blocks(shape: KernelShape, position: int) -> set[int]:
 
 def check_plan(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
     """Check the invariants of a plan; return the work items of each processor."""
-    shared = plan(shape, query_rows(shape, B, sequences))
-    work_items = tasks_of(shape, shared)
+    partition = plan(shape, query_rows(shape, B, sequences))
+    work_items = tasks_of(shape, partition)
     positions = np.concatenate([start + np.arange(count) for start, count in sequences])
     seq_T = np.repeat(np.arange(len(sequences)), [count for _, count in sequences])
     items_by_tile: dict[tuple[int, int], list] = {}
-    contexts = [item for items in contexts_of(shape, shared) for item in items]
+    contexts = [item for items in contexts_of(shape, partition) for item in items]
     context_of = dict(
         zip((id(item) for items in work_items for item in items), contexts, strict=True)
     )
@@ -87,8 +87,8 @@ def check_plan(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
         sum(count for _, count in rows) == len(positions)
         and len(items_by_tile) == len(rows) * shape.parts
     )
-    share_RF = [Share(*map(int, x)) for x in np.asarray(shared.shares_RF)]
-    tile_of = {int(x[0]): n for n, x in enumerate(np.asarray(shared.tiles_CF)) if x[1] > 0}
+    share_RF = [Share(*map(int, x)) for x in np.asarray(partition.shares_RF)]
+    tile_of = {int(x[0]): n for n, x in enumerate(np.asarray(partition.tiles_CF)) if x[1] > 0}
     merges = {
         share.unit: share for n, share in enumerate(share_RF) if share.spans and share.first == n
     }

@@ -268,8 +268,8 @@ def test_compiles_for_tpus(name, chip, monkeypatch):
     device = topologies.get_topology_desc(chip, "tpu").devices[0]
     shape, length = PRODUCTION_CASES[name]
     with abstract_device(device.device_kind):
-        used = (
+        memory = (
             trace(shape, length, SingleDeviceSharding(device)).lower().compile().memory_analysis()
         )
-    assert used.alias_size_in_bytes == 1024 * shape.S * 2 * shape.K * shape.H * 2
-    assert used.temp_size_in_bytes < 1 << 21
+    assert memory.alias_size_in_bytes == 1024 * shape.S * 2 * shape.K * shape.H * 2
+    assert memory.temp_size_in_bytes < 1 << 21

@@ -32,9 +32,9 @@ def reference_decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     side = min(D, 128)
     out = np.zeros((D, F))
     for d in range(D):
-        half, place = divmod(d - min(d // side * side, D - side), side // 2)
+        half, offset = divmod(d - min(d // side * side, D - side), side // 2)
         for f in range(F):
-            code = int(blocks[d // side * (side // 2) + place, f]) >> 4 * half & 15
+            code = int(blocks[d // side * (side // 2) + offset, f]) >> 4 * half & 15
             out[d, f] = e2m1(code) * 2.0 ** (int(scales[d // 32, f]) - 127)
     return out
 
@@ -96,8 +96,10 @@ def test_checkpoint_blocks_are_converted(into, out):
         for k in range(into):
             for row in range(rows):
                 code = int(blocks[e, row, k // 32, k % 32 // 2]) >> 4 * (k % 2) & 15
-                place = divmod(row, 2)[::-1] if len(out) == 2 else (row,)
-                assert values[k, *place] == e2m1(code) * 2.0 ** (int(scales[e, row, k // 32]) - 127)
+                position = divmod(row, 2)[::-1] if len(out) == 2 else (row,)
+                assert values[k, *position] == e2m1(code) * 2.0 ** (
+                    int(scales[e, row, k // 32]) - 127
+                )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float32", 1e-5)])

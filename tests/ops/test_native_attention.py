@@ -168,7 +168,7 @@ def reference_attention(shape: Shape, s: Sequence):
     best = best if sink is None else np.maximum(best, sink)
     weight = np.exp(score - best)
     total = weight.sum(-1, keepdims=True) + (0 if sink is None else np.exp(sink - best))
-    mixed, max_output = (
+    outputs, max_output = (
         np.einsum("tkgj,jkv->tkgv", weight / total, x).reshape(s.rows, -1, shape.V)
         for x in (v, abs(v))
     )
@@ -177,10 +177,10 @@ def reference_attention(shape: Shape, s: Sequence):
         and shape.pages != "float32"
         and native.instruction_set() in PAIRWISE
     )
-    return mixed, max_output * rounded * 2**-8
+    return outputs, max_output * rounded * 2**-8
 
 
-def build_case(shape: Shape, sequences, rng, spare: int = 0):
+def build_case(shape: Shape, sequences, rng, num_padding: int = 0):
     """A step's inputs: (q, k, v), page arrays, scales, rows, and each sequence's slice of the rows.
 
     Unused elements, also of padding rows, are NaN.
@@ -188,7 +188,7 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
     S = shape.S
     B = len(sequences) + int(rng.integers(3))
     M = -(-max(s.end for s in sequences) // S) + 1
-    T = sum(s.rows for s in sequences) + spare
+    T = sum(s.rows for s in sequences) + num_padding
     P = 2 + M * len(sequences)
     free = list(rng.permutation(np.arange(1, P)))
     dtype = random_qkv(shape, sequences[0].seed)[0].dtype
@@ -240,9 +240,9 @@ def run(shape: Shape, case, implementation=attention.attend, append=True):
         for x in page_arrays[:num_arrays]
     ]
     scales = [None if x is None else jnp.asarray(x) for x in scales[:num_arrays]]
-    absent = [None] * (2 - num_arrays)
-    new = [jnp.asarray(x) for x in (k, v)[:num_arrays]] + absent if append else [None, None]
-    pages = KVPages(*page_arrays, *absent, *scales, *absent)
+    missing = [None] * (2 - num_arrays)
+    new = [jnp.asarray(x) for x in (k, v)[:num_arrays]] + missing if append else [None, None]
+    pages = KVPages(*page_arrays, *missing, *scales, *missing)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)]
     out, pages = step(jnp.asarray(q), *new, pages, rows, shape.options[1], shape, implementation)
     if implementation is attention.attend and append:
@@ -258,25 +258,25 @@ def same_bytes(a, b):
 
 def check(shape: Shape, sequences, rng):
     """Check the outputs and pages of one step, and that nothing else was written."""
-    case = build_case(shape, sequences, rng, spare=int(rng.integers(4)))
+    case = build_case(shape, sequences, rng, num_padding=int(rng.integers(4)))
     out, pages = run(shape, case)
     new, page_arrays, scales, rows, places = case
     # Sharp rows have scores above fifty, where one float32 ulp changes a weight by 4e-6.
-    close = (4e-5, 4e-5) if shape.dtype == "float32" else (8e-3, 2e-3)
+    tolerances = (4e-5, 4e-5) if shape.dtype == "float32" else (8e-3, 2e-3)
     for s, place in zip(sequences, places, strict=True):
         expected_rows, rounding = reference_attention(shape, s)
         error = abs(out[place].astype(np.float64) - expected_rows) - rounding
-        np.testing.assert_array_less(error, close[1] + close[0] * abs(expected_rows))
-    used = places[-1].stop
-    assert not out[used:].astype(np.float32).any(), "padding rows are zero"
-    slots = np.asarray(rows.slots_T)[:used]
+        np.testing.assert_array_less(error, tolerances[1] + tolerances[0] * abs(expected_rows))
+    num_rows = places[-1].stop
+    assert not out[num_rows:].astype(np.float32).any(), "padding rows are zero"
+    slots = np.asarray(rows.slots_T)[:num_rows]
     expected = [[], []]
     for keys, array, scale, x in zip((True, False), page_arrays, scales, new[1:], strict=True):
-        fresh, fresh_scale = to_pages(shape, x[:used], keys)
-        array.reshape(-1, *array.shape[2:])[slots] = fresh
+        new_rows, new_scale = to_pages(shape, x[:num_rows], keys)
+        array.reshape(-1, *array.shape[2:])[slots] = new_rows
         expected[0].append(array)
         if scale is not None:
-            scale[slots // shape.S, :, slots % shape.S] = fresh_scale
+            scale[slots // shape.S, :, slots % shape.S] = new_scale
             expected[1].append(scale)
     num_arrays = 1 if shape.value_dim else 2
     pages = [x[1:] for x in pages]  # page 0 belongs to no sequence

@@ -155,8 +155,8 @@ def test_library_key_depends_on_source_compiler_and_instruction_set(small_source
     assert len(keys) == 4 + len(other_isas)
 
 
-@pytest.mark.parametrize("place", ["key", "prebuilt"])
-def test_key_of_native_flags_depends_on_the_processor(small_sources, monkeypatch, place):
+@pytest.mark.parametrize("cache_kind", ["key", "prebuilt"])
+def test_key_of_native_flags_depends_on_the_processor(small_sources, monkeypatch, cache_kind):
     def name(flag: str, cpu: str) -> str:
         monkeypatch.setattr(
             build, "ISAS", {build.platform.machine(): {"arm": build.Isa((flag,), frozenset())}}
@@ -164,7 +164,7 @@ def test_key_of_native_flags_depends_on_the_processor(small_sources, monkeypatch
         monkeypatch.setattr(build, "cpu_info", lambda *_: (cpu,))
         return (
             build.key(COMMAND, "arm")
-            if place == "key"
+            if cache_kind == "key"
             else build.prebuilt(Path("ready"), "arm").name
         )
 

@@ -520,16 +520,16 @@ def test_packed_head_serves_embedding_lookups(isa, name):
 
 
 @pytest.mark.parametrize("name", [None, *ALL_FORMATS, *FLOAT32_ROW_FORMATS])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.slow
-def test_non_finite_row_does_not_change_other_rows(isa, name, bad):
+def test_non_finite_row_does_not_change_other_rows(isa, name, value):
     rng = np.random.default_rng(3)
     x = random_matrix(rng, (8,), (64,), np.float32)
     w = random_matrix(rng, (64,), (40,), np.float32)
     spec = spec_of((64,), (40,), np.float32)
     packed = pack(spec, w) if name is None else quantize_and_pack(name, spec, w)[1]
     finite = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), packed))
-    x[5, 7] = bad
+    x[5, 7] = value
     outputs = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), packed))
     assert not np.isfinite(outputs[5]).any()
     np.testing.assert_array_equal(np.delete(outputs, 5, 0), np.delete(finite, 5, 0))

@@ -109,11 +109,11 @@ def test_scores_depend_on_the_distance_only():
     frequencies = rope.build({"rope_theta": 10000.0}, 32, 4096).inv_freq
 
     def score(position, distance):
-        turned = (
+        rotated = (
             rotate(jnp.asarray(x), angles(jnp.asarray([p]), frequencies))
             for x, p in ((q, position), (k, position - distance))
         )
-        a, b = (np.asarray(x, np.float64).ravel() for x in turned)
+        a, b = (np.asarray(x, np.float64).ravel() for x in rotated)
         return a @ b
 
     assert [score(position, 7) for position in (7, 100, 3000)] == pytest.approx(

@@ -56,7 +56,7 @@ def run_sequences(tables, keys, queries, order, dtype=np.float32, padding=3):
         slots += slot[length - count :].tolist()
         new.append(keys[index][length - count :])
         starts.append(starts[-1] + count)
-    spare = [0] * padding
+    padding_slots = [0] * padding
 
     def rows(name):
         values = np.concatenate([queries[index][name] for index in order])
@@ -76,7 +76,7 @@ def run_sequences(tables, keys, queries, order, dtype=np.float32, padding=3):
         jnp.asarray(positions + [-1] * padding),
         jnp.asarray(starts),
         jnp.asarray(tables[list(order)]),
-        jnp.asarray(slots + spare),
+        jnp.asarray(slots + padding_slots),
     )
     new_keys = jnp.asarray(np.concatenate([*new, np.zeros((padding, A + DIM), np.float32)]))[
         :, None

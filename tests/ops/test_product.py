@@ -429,8 +429,8 @@ def reference_mixture(x, weights, expert_ids, experts: Experts) -> np.ndarray:
     for t, row in enumerate(as_float64(x)):
         for weight, e in zip(as_float64(weights)[t], expert_ids[t], strict=True):
             if e < E:
-                gate, right = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
-                inner = accuracy.combined(kind, gate, right)
+                gate, linear_part = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
+                inner = accuracy.combined(kind, gate, linear_part)
                 out[t] += weight * (inner @ down[e] + down_bias[e])
     return out
 
@@ -650,10 +650,10 @@ def test_selected_expert_is_copied_once_per_block(monkeypatch):
     expert_ids = draw_expert_ids(rng, 40, X, E, "few")
     x = random_bfloat16(rng, 40, D)
     weights = jnp.ones((40, X), jnp.float32)
-    copied = copies.counted(monkeypatch)
+    copied_blocks = copies.counted(monkeypatch)
     experts.mix_experts(x, weights, jnp.asarray(expert_ids, jnp.int32), E, mixture, INTERPRETED)
-    blocks = sum(-(-np.count_nonzero(expert_ids == e) // 32) for e in range(E))
-    assert sum(copy.nbytes for copy in copied if copy.shape[0] != 32) == blocks * (
+    num_blocks = sum(-(-np.count_nonzero(expert_ids == e) // 32) for e in range(E))
+    assert sum(block.nbytes for block in copied_blocks if block.shape[0] != 32) == num_blocks * (
         mixture.up_EDGF[0].nbytes + mixture.down_EFD[0].nbytes
     )
 
@@ -683,25 +683,28 @@ def test_products_are_batch_invariant(rows):
 
     def run(*rows: int):
         row_ids = np.array(rows)
-        dense = [
+        dense_outputs = [
             linear.weight_of(operand, interpreted).einsum(
                 "TD,DA->TA", x[row_ids], bias, jnp.float32
             )
             for operand in (weight, *quantized)
         ]
-        mixed = [
+        expert_outputs = [
             experts.mix_experts(
                 inputs[row_ids], weights[row_ids], expert_ids[row_ids], E, operand, interpreted
             )
             for inputs, operand in ((y, mixture), (x, mxfp4_mixture))
         ]
-        routed = [
+        router_outputs = [
             linear.weight_of(operand, interpreted).exact("TD,DE->TE", x[row_ids])
             for operand in routers
         ]
         per_head = linear.weight_of(weight.reshape(3, 128, 64), interpreted)
-        heads = per_head.einsum("TNA,NHA->TNH", x[row_ids].reshape(-1, 3, 64))
-        return [as_float64(outputs) for outputs in (*dense, *mixed, *routed, heads)]
+        head_outputs = per_head.einsum("TNA,NHA->TNH", x[row_ids].reshape(-1, 3, 64))
+        return [
+            as_float64(outputs)
+            for outputs in (*dense_outputs, *expert_outputs, *router_outputs, head_outputs)
+        ]
 
     for outputs, expected in zip(run(*rows), run(*range(20)), strict=True):
         shared_rows = [row for row in rows if row < 20]
@@ -962,10 +965,10 @@ def test_product_that_fails_its_self_test_runs_in_xla(
     launched_shapes, monkeypatch, caplog, tmp_path
 ):
     """The self-test runs in another process with this kernel's parameters."""
-    tried = []
+    tested = []
 
     def test(module: str, kind: str):
-        tried.append((module, json.loads(kind)))
+        tested.append((module, json.loads(kind)))
         return {"blocks": self_test.Found(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "test", test)
@@ -978,7 +981,7 @@ def test_product_that_fails_its_self_test_runs_in_xla(
     with caplog.at_level(logging.WARNING, "quire"):
         assert not (products.einsum("TD,DA->TA", x, weight) == 7).all()
     assert not launched_shapes and "it is wrong on this GPU: blocks by 5.0e-01" in caplog.text
-    assert tried == [("quire.ops.linear.gpu_kernel.accuracy", KIND | {"bias": False})]
+    assert tested == [("quire.ops.linear.gpu_kernel.accuracy", KIND | {"bias": False})]
     self_test.verdict.cache_clear()
 
 

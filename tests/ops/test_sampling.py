@@ -164,9 +164,9 @@ def test_token_frequencies_match_the_float64_distribution(jitted_sample, fields)
     counts_V = np.bincount(draw_many(jitted_sample, logits_V, 50_000, **fields), minlength=50)
     assert not counts_V[~keep_V].any()
     expected_V = probs_V * counts_V.sum()
-    often_V = expected_V >= 5
-    observed = [*counts_V[often_V], counts_V[~often_V].sum()]
-    expected = [*expected_V[often_V], expected_V[~often_V].sum()]
+    is_frequent_V = expected_V >= 5
+    observed = [*counts_V[is_frequent_V], counts_V[~is_frequent_V].sum()]
+    expected = [*expected_V[is_frequent_V], expected_V[~is_frequent_V].sum()]
     if expected[-1] == 0:
         observed = observed[:-1]
         expected = expected[:-1]
@@ -290,10 +290,10 @@ def all_options_case(V=V, rows=32, slots=SLOTS):
 
 def assert_same_bits(actual, expected):
     for name in actual.__dict__.keys() - {"drafts_BK"}:  # a field that sampling does not fill
-        ours_bits, theirs_bits = (
+        actual_bits, expected_bits = (
             np.asarray(getattr(x, name)).view(np.uint8) for x in (actual, expected)
         )
-        np.testing.assert_array_equal(ours_bits, theirs_bits, name)
+        np.testing.assert_array_equal(actual_bits, expected_bits, name)
 
 
 @pytest.mark.parametrize("batch_size", thinned([2, 3, 8, 32], [3, 32]))
@@ -495,10 +495,10 @@ def test_plain_sampling_gives_the_same_tokens(implementation):
         name: value for name, value in vars(full).items() if name not in ("tokens_R", "ok_R")
     }
     assert not any(np.any(value) for value in unrequested.values())
-    left_out = {
+    omitted = {
         name: unrequested[name] for name, value in vars(plain_outputs).items() if value is None
     }
-    assert_same_bits(full, plain_outputs.replace(**left_out))
+    assert_same_bits(full, plain_outputs.replace(**omitted))
 
 
 @pytest.mark.parametrize("V", thinned([700, 9000], [700]))
@@ -523,12 +523,12 @@ def test_row_extremes_match_numpy(monkeypatch, backend):
     rng = np.random.default_rng(0)
     values_RV = rng.normal(size=(5, V)).astype(np.float32)
     values_RV[0], values_RV[1, 3], values_RV[2, -1] = -np.inf, np.inf, 9
-    at_RV = rng.integers(-9, V, (5, V)).astype(np.int32)
+    index_RV = rng.integers(-9, V, (5, V)).astype(np.int32)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert np.array_equal(
         xla.extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf), values_RV.max(axis=1)
     )
-    assert np.array_equal(xla.extreme(jnp.asarray(at_RV), jax.lax.min, V), at_RV.min(axis=1))
+    assert np.array_equal(xla.extreme(jnp.asarray(index_RV), jax.lax.min, V), index_RV.min(axis=1))
     if backend == "cpu":  # the CPU's own reduction may lose a NaN
         values_RV[3, 100] = np.nan
         largest_R = xla.extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf)
@@ -541,8 +541,11 @@ def test_branchless_sampling_has_no_sorts_or_control_flow(monkeypatch, is_plain)
     _, state, inputs = all_options_case()
     logits_RV = jax.ShapeDtypeStruct((32, V), jnp.float32)
     sample = partial(sampling.sample, plain=is_plain, implementation="branchless")
-    used = primitives(jax.make_jaxpr(sample)(logits_RV, state, inputs).jaxpr)
-    assert not used & {"sort", "top_k", "cond", "while", "scan"} and "exp" in used
+    used_primitives = primitives(jax.make_jaxpr(sample)(logits_RV, state, inputs).jaxpr)
+    assert (
+        not used_primitives & {"sort", "top_k", "cond", "while", "scan"}
+        and "exp" in used_primitives
+    )
     output_shapes = jax.eval_shape(sample, logits_RV, state, inputs)
     scores = (
         output_shapes.logprobs_R,
@@ -554,10 +557,10 @@ def test_branchless_sampling_has_no_sorts_or_control_flow(monkeypatch, is_plain)
     assert all((score is None) == is_plain for score in scores), (
         "fields that nothing requests cost a launch"
     )
-    used = primitives(
+    used_primitives = primitives(
         jax.make_jaxpr(partial(sample, implementation="xla"))(logits_RV, state, inputs).jaxpr
     )
-    assert is_plain or {"top_k", "cond", "while"} <= used
+    assert is_plain or {"top_k", "cond", "while"} <= used_primitives
 
 
 def primitives(jaxpr) -> set[str]:
@@ -587,12 +590,12 @@ def test_non_finite_row_does_not_affect_other_rows(jitted_sample, temperature):
         True,
         True,
     ]
-    good = [0, 3, 5, 6, 7]
-    bad = [1, 2, 4]
-    assert_same_bits(take_rows(healthy, good), take_rows(broken, good))
-    assert (np.asarray(broken.tokens_R)[bad] == BROKEN).all()
+    good_rows = [0, 3, 5, 6, 7]
+    bad_rows = [1, 2, 4]
+    assert_same_bits(take_rows(healthy, good_rows), take_rows(broken, good_rows))
+    assert (np.asarray(broken.tokens_R)[bad_rows] == BROKEN).all()
     assert not any(
-        np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(replace(broken, tokens_R=None))
+        np.asarray(leaf)[bad_rows].any() for leaf in jax.tree.leaves(replace(broken, tokens_R=None))
     )
 
 

@@ -32,14 +32,14 @@ def test_top_k_and_top_p_thresholds_match_a_sort():
         for logits_V, weights_V, floor in zip(
             logits_RV, weights_RV.astype(np.float64), floor_R, strict=True
         ):
-            need = p * weights_V.sum()
-            assert weights_V[logits_V >= floor].sum() >= need * (1 - 1e-6)
-            assert weights_V[logits_V > floor].sum() < need * (1 + 1e-6)
+            required_mass = p * weights_V.sum()
+            assert weights_V[logits_V >= floor].sum() >= required_mass * (1 - 1e-6)
+            assert weights_V[logits_V > floor].sum() < required_mass * (1 + 1e-6)
             assert floor in logits_V
 
 
 def test_bisection_of_one_row_does_not_change_other_rows():
-    """Top-p lies exactly at a cumulative sum, where another order of summation decides otherwise."""
+    """Top-p lies exactly at a cumulative sum, where the order of summation decides."""
     logits_RV = np.random.default_rng(8).normal(0, 4, (500, 300)).astype(np.float32)
     logits_RV[0] = 0  # flat: must be bisected
     top_RC = jax.lax.top_k(logits_RV, 64)[0]
@@ -53,11 +53,18 @@ def test_bisection_of_one_row_does_not_change_other_rows():
 
 def test_bisection_orders_zeros_infinities_and_subnormals():
     rng = np.random.default_rng(4)
-    odd = np.array(
+    special_values = np.array(
         [-np.inf, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3.4e38, np.inf], np.float32
     )
     logits_RV = np.stack(
-        [rng.permutation(np.concatenate([odd, -odd, rng.normal(size=7).astype(np.float32)]))] * 27
+        [
+            rng.permutation(
+                np.concatenate(
+                    [special_values, -special_values, rng.normal(size=7).astype(np.float32)]
+                )
+            )
+        ]
+        * 27
     )
     k_R = np.arange(1, 28)
     floor_R = jax.jit(xla.bisect, static_argnums=1)(logits_RV, 1, k_R)
@@ -141,9 +148,9 @@ def threefry2x32(key, counter):
     x0 = (counter[0] + ks[0]) & mask
     x1 = (counter[1] + ks[1]) & mask
     for i in range(20):
-        turn = [13, 15, 26, 6, 17, 29, 16, 24][i % 8]
+        rotation = [13, 15, 26, 6, 17, 29, 16, 24][i % 8]
         x0 = (x0 + x1) & mask
-        x1 = ((x1 << turn | x1 >> (32 - turn)) & mask) ^ x0
+        x1 = ((x1 << rotation | x1 >> (32 - rotation)) & mask) ^ x0
         if i % 4 == 3:
             x0 = (x0 + ks[(i // 4 + 1) % 3]) & mask
             x1 = (x1 + ks[(i // 4 + 2) % 3] + i // 4 + 1) & mask

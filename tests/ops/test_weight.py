@@ -78,16 +78,16 @@ def test_packed_stack_of_matrices():
 def test_forced_implementation_must_support_the_weight():
     dense = make_weight(HEAD, None, False)
     tiled = make_weight(HEAD, None, True)
-    for w, right, wrong, reason in (
+    for w, supported, unsupported, reason in (
         (dense, "xla", "native", "native: the weight is not laid out for the kernels"),
         (tiled, "native", "xla", "xla: the weight is laid out for the native kernels"),
     ):
         expected = einsum("RD,VD->RV", INPUTS, w)
         np.testing.assert_array_equal(
-            einsum("RD,VD->RV", INPUTS, w, implementation=right), expected
+            einsum("RD,VD->RV", INPUTS, w, implementation=supported), expected
         )
         with pytest.raises(NoImplementation, match=reason) as error:
-            einsum("RD,VD->RV", INPUTS, w, implementation=wrong)
+            einsum("RD,VD->RV", INPUTS, w, implementation=unsupported)
         assert len(error.value.exceptions) == 1
     with pytest.raises(NoImplementation, match="native: the weight is not laid out"):
         pick(make_weight(STACK, None, False), 0, implementation="native")

@@ -1,7 +1,6 @@
-"""Adapters as PEFT writes them: equal to the model that they are merged into, and refused by name
-where they are not.
+"""Adapters in PEFT's format match the merged model; errors name unsupported options and tensors.
 
-The reference is numpy's: W + scale * B A in the checkpoint's own tensors, and that model loaded.
+The reference merges W + scale * B A into the checkpoint's tensors in numpy and loads the result.
 """
 
 import json
@@ -27,27 +26,29 @@ from quire.tests.support.golden.families import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
-# of each type of model
-FIRST = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}
+# the first golden variant of each type of model
+VARIANT_BY_MODEL_TYPE = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}
 
 
-def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1, modules=()):
+def logits_of(folder, adapter=None, slots: int = 3, max_rank: int = 8, slot: int = 1, modules=()):
     """The logits of a folder's model, with an adapter in one of several slots or without any."""
     config = loader.read_config(folder)
     weights = loader.load(folder, config)
     if adapter is not None:
-        found = read_adapter(adapter, config, list_targets(config, modules), most, folder)
-        weights = add_adapter_stacks(
-            weights, config, slots, adapters.stack_rank(most), modules=modules
+        adapter_weights = read_adapter(
+            adapter, config, list_targets(config, modules), max_rank, folder
         )
-        stacks = write_slot(adapter_stacks(weights), slot, found.matrices)
+        weights = add_adapter_stacks(
+            weights, config, slots, adapters.stack_rank(max_rank), modules=modules
+        )
+        stacks = write_slot(adapter_stacks(weights), slot, adapter_weights.matrices)
         weights = with_rows(
             with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots
         )
     return np.asarray(jax.jit(uncached.forward, static_argnums=2)(weights, TOKENS, config))
 
 
-ABOUTS = {
+LORA_CONFIGS = {
     "plain": ({}, None),
     "rslora": ({"use_rslora": True}, None),
     "patterns": (
@@ -64,47 +65,47 @@ ABOUTS = {
 
 
 @pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.parametrize("name", ABOUTS)
-def test_an_adapter_is_the_model_that_it_is_merged_into(name, tmp_path):
-    about, ranks = ABOUTS[name]
+@pytest.mark.parametrize("name", LORA_CONFIGS)
+def test_adapter_matches_merged_model(name, tmp_path):
+    lora_config, ranks = LORA_CONFIGS[name]
     tensors = tiny.write(tmp_path / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     adapter = peft.draw(tensors, ranks=ranks)
-    if name == "patterns":  # the longer name comes first, and says 4
-        part = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+    if name == "patterns":  # the longer pattern has precedence: rank 4
+        prefix = "base_model.model.model.layers.1.mlp.down_proj.lora_"
         rng = np.random.default_rng(5)
-        adapter[part + "A.weight"] = rng.standard_normal((4, 48)).astype(np.float32) / 7
-        adapter[part + "B.weight"] = rng.standard_normal((32, 4)).astype(np.float32) / 4
-    peft.write(tmp_path / "adapter", adapter, about)
-    tiny.write(tmp_path / "merged", tensors=peft.merged(tensors, adapter, about))
-    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
-    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=2e-4)
-    assert np.abs(found - logits_of(tmp_path / "base")).max() > 0.1
+        adapter[prefix + "A.weight"] = rng.standard_normal((4, 48)).astype(np.float32) / 7
+        adapter[prefix + "B.weight"] = rng.standard_normal((32, 4)).astype(np.float32) / 4
+    peft.write(tmp_path / "adapter", adapter, lora_config)
+    tiny.write(tmp_path / "merged", tensors=peft.merged(tensors, adapter, lora_config))
+    logits = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    np.testing.assert_allclose(logits, logits_of(tmp_path / "merged"), atol=2e-4)
+    assert np.abs(logits - logits_of(tmp_path / "base")).max() > 0.1
 
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_is_adapted_and_not_the_embedding(tied, tmp_path):
-    """A tied model with an adapted head is one whose head is its own.
+def test_adapted_head_leaves_the_tied_embedding_unchanged(tied, tmp_path):
+    """A tied model with an adapted head behaves as an untied one.
 
-    PEFT saves the head as it was beside it.
+    PEFT also saves the original head (`base_layer`).
     """
     config = tiny.LLAMA | {"tie_word_embeddings": tied}
     tensors = tiny.write(tmp_path / "base", config, tiny.even(tiny.shapes(config)))
-    whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
-    adapter = peft.draw(whole, ("q_proj", "lm_head"))
-    saved = {"base_model.model.lm_head.base_layer.weight": whole["lm_head.weight"]}
-    peft.write(tmp_path / "adapter", adapter | saved)
-    tiny.write(tmp_path / "merged", tensors=peft.merged(whole, adapter))
+    untied = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
+    adapter = peft.draw(untied, ("q_proj", "lm_head"))
+    base_head = {"base_model.model.lm_head.base_layer.weight": untied["lm_head.weight"]}
+    peft.write(tmp_path / "adapter", adapter | base_head)
+    tiny.write(tmp_path / "merged", tensors=peft.merged(untied, adapter))
     layers = {name: value for name, value in adapter.items() if "lm_head" not in name}
     peft.write(tmp_path / "layers", layers)
-    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
-    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=2e-4)
-    assert np.abs(found - logits_of(tmp_path / "base", adapter=tmp_path / "layers")).max() > 0.1
+    logits = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    np.testing.assert_allclose(logits, logits_of(tmp_path / "merged"), atol=2e-4)
+    assert np.abs(logits - logits_of(tmp_path / "base", adapter=tmp_path / "layers")).max() > 0.1
 
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.slow
-def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
+def test_adapter_of_recurrent_and_gated_attention_layers(tmp_path):
     tensors = tiny_qwen.write(tmp_path / "base")
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp")}
     names = (*peft.EVERY, "in_proj_qkvz", "out_proj")
@@ -113,40 +114,50 @@ def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
     )
     peft.write(tmp_path / "adapter", adapter)
     tiny.write(tmp_path / "merged", tiny_qwen.CONFIG, peft.merged(tensors, adapter))
-    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
-    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
+    logits = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    np.testing.assert_allclose(logits, logits_of(tmp_path / "merged"), atol=1e-3)
 
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("name", tiny_moe.CONFIGS)
 @pytest.mark.slow
-def test_experts_and_their_router(name, tmp_path):
-    """Every expert has matrices of its own, of ranks that differ, and one has none."""
+def test_adapted_experts_and_router_match_merged_model(name, tmp_path):
+    """Every expert except one has its own matrices, of different ranks."""
     tensors = tiny_moe.write(tmp_path / "base", name)
     first, *_, last = tiny_moe.EXPERTS[name]
     names = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
     ranks = {first: 3, last: 6}
-    about = {"rank_pattern": ranks}
-    adapted = {each: tensor for each, tensor in tensors.items() if ".experts.1." not in each}
+    lora_config = {"rank_pattern": ranks}
+    adapted = {
+        tensor_name: tensor
+        for tensor_name, tensor in tensors.items()
+        if ".experts.1." not in tensor_name
+    }
     adapter = peft.draw(adapted, names, ranks=ranks)
-    peft.write(tmp_path / "adapter", adapter, about)
-    tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, adapter, about))
-    found = logits_of(
+    peft.write(tmp_path / "adapter", adapter, lora_config)
+    tiny.write(
+        tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, adapter, lora_config)
+    )
+    logits = logits_of(
         tmp_path / "base", adapter=tmp_path / "adapter", modules=tiny_moe.MODULES[name]
     )
-    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
-    others = {each: matrix for each, matrix in adapter.items() if ".experts." not in each}
-    peft.write(tmp_path / "others", others, about)
-    without = logits_of(
+    np.testing.assert_allclose(logits, logits_of(tmp_path / "merged"), atol=1e-3)
+    attention_adapter = {
+        tensor_name: matrix
+        for tensor_name, matrix in adapter.items()
+        if ".experts." not in tensor_name
+    }
+    peft.write(tmp_path / "others", attention_adapter, lora_config)
+    attention_logits = logits_of(
         tmp_path / "base", adapter=tmp_path / "others", modules=tiny_moe.MODULES[name]
     )
-    assert np.abs(found - without).max() > 0.1
+    assert np.abs(logits - attention_logits).max() > 0.1
 
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("name", ["biases", "tied", "mixtral"])
-def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
-    """Its rows get the adapter's lengths; biases stay as they are."""
+def test_dora_adapter_matches_merged_model(name, tmp_path):
+    """DoRA rescales the weight's rows to the adapter's magnitudes; biases do not change."""
     base = tmp_path / "base"
     modules = tiny_moe.MODULES[name] if name == "mixtral" else ()
     if name == "mixtral":
@@ -159,65 +170,72 @@ def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
         }
         shapes = tiny.shapes(config)
         sizes = {
-            each.replace("weight", "bias"): shape[:1]
-            for each, shape in shapes.items()
-            if "self_attn" in each
+            tensor_name.replace("weight", "bias"): shape[:1]
+            for tensor_name, shape in shapes.items()
+            if "self_attn" in tensor_name
         }
         tensors = tiny.write(base, config, tiny.even(shapes | (sizes if name == "biases" else {})))
-    whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
-    adapter = peft.draw(whole, (*peft.EVERY, "w1", "w2", "w3", "gate", "lm_head"))
-    adapter |= peft.magnitude_vectors(whole, adapter)
+    untied_tensors = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
+    adapter = peft.draw(untied_tensors, (*peft.EVERY, "w1", "w2", "w3", "gate", "lm_head"))
+    adapter |= peft.magnitude_vectors(untied_tensors, adapter)
     peft.write(tmp_path / "adapter", adapter, {"use_dora": True})
     untied = config | {"tie_word_embeddings": False}
-    tiny.write(tmp_path / "merged", untied, peft.merged(whole, adapter))
-    plain = {each: tensor for each, tensor in adapter.items() if "magnitude" not in each}
-    peft.write(tmp_path / "plain", plain)
-    found = logits_of(base, adapter=tmp_path / "adapter", modules=modules)
-    np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
-    assert np.abs(found - logits_of(base, adapter=tmp_path / "plain", modules=modules)).max() > 0.1
+    tiny.write(tmp_path / "merged", untied, peft.merged(untied_tensors, adapter))
+    without_magnitudes = {
+        tensor_name: tensor
+        for tensor_name, tensor in adapter.items()
+        if "magnitude" not in tensor_name
+    }
+    peft.write(tmp_path / "plain", without_magnitudes)
+    logits = logits_of(base, adapter=tmp_path / "adapter", modules=modules)
+    np.testing.assert_allclose(logits, logits_of(tmp_path / "merged"), atol=1e-3)
+    assert np.abs(logits - logits_of(base, adapter=tmp_path / "plain", modules=modules)).max() > 0.1
 
 
 @pytest.mark.parametrize(
-    "variant", FIRST.values(), ids=lambda variant: variant.config["model_type"]
+    "variant", VARIANT_BY_MODEL_TYPE.values(), ids=lambda variant: variant.config["model_type"]
 )
-def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path):
-    """The product of what lies in the stacks is what the loader makes of B A; of experts too."""
+def test_adapter_follows_the_weight_layout_of_every_family(variant, tmp_path):
+    """The product of the stacked matrices equals B A in the loader's layout, also for experts."""
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = loader.read_config(tmp_path)
     rng = np.random.default_rng(0)
-    seen = set()
+    checked_kinds = set()
     for target in jax.tree.leaves(all_targets(config)):
-        for part in target.element_matrices:
-            kind = part.source.name.rpartition("layers.")[2].partition(".")[2], part.shape
-            if kind in seen:
+        for element_matrix in target.element_matrices:
+            kind = (
+                element_matrix.source.name.rpartition("layers.")[2].partition(".")[2],
+                element_matrix.shape,
+            )
+            if kind in checked_kinds:
                 continue
-            seen.add(kind)
-            outputs, inputs = part.shape
+            checked_kinds.add(kind)
+            outputs, inputs = element_matrix.shape
             rank = 2
             down_RI = rng.standard_normal((rank, inputs))
             up_OR = rng.standard_normal((outputs, rank))
-            in_I, out_O = part.permutations(target.into)
+            in_I, out_O = element_matrix.permutations(target.into)
             leaf = np.zeros((*target.into, *target.out))
-            leaf[part.source.at] = part.source.turn(up_OR @ down_RI)
-            whole = np.zeros((math.prod(target.into), math.prod(target.out)))
-            whole[:, part.first : part.last] = down_RI.T[in_I] @ up_OR.T[:, out_O]
-            np.testing.assert_allclose(whole.reshape(leaf.shape), leaf, atol=1e-12)
+            leaf[element_matrix.source.at] = element_matrix.source.turn(up_OR @ down_RI)
+            product = np.zeros((math.prod(target.into), math.prod(target.out)))
+            product[:, element_matrix.first : element_matrix.last] = (
+                down_RI.T[in_I] @ up_OR.T[:, out_O]
+            )
+            np.testing.assert_allclose(product.reshape(leaf.shape), leaf, atol=1e-12)
     encoders = ("bert", "modernbert", "roberta", "xlm-roberta")
-    assert seen or variant.config["model_type"] in encoders
+    assert checked_kinds or variant.config["model_type"] in encoders
 
 
 @pytest.mark.slow
-def test_slots_change_no_bit_and_a_higher_rank_at_most_the_last(tmp_path):
-    """Zeros beyond an adapter's rank are no part of its sums, which XLA may add in another order
-    for another rank.
-    """
+def test_logits_do_not_depend_on_the_adapter_slot(tmp_path):
+    """A higher maximum rank changes at most the last bits, as XLA may sum in another order."""
     tensors = tiny.write(tmp_path / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     peft.write(tmp_path / "adapter", peft.draw(tensors))
-    once = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
-    elsewhere = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", slots=9, slot=7)
-    np.testing.assert_array_equal(once, elsewhere)
-    wider = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", most=64)
-    np.testing.assert_allclose(once, wider, rtol=0, atol=1e-5)
+    reference = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
+    other_slot = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", slots=9, slot=7)
+    np.testing.assert_array_equal(reference, other_slot)
+    higher_max_rank = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", max_rank=64)
+    np.testing.assert_allclose(reference, higher_max_rank, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +248,7 @@ def base(tmp_path_factory):
     )
 
 
-REFUSED = {
+UNSUPPORTED_CONFIGS = {
     "dora without lengths": (
         {"use_dora": True},
         ("lacks lora_magnitude_vector of 'model.layers.0.mlp.down_proj'"),
@@ -249,29 +267,29 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_configuration_that_is_not_served_is_named(name, base, tmp_path):
-    about, why = REFUSED[name]
-    peft.write(tmp_path, peft.draw(base.tensors), about)
+@pytest.mark.parametrize("name", UNSUPPORTED_CONFIGS)
+def test_error_names_the_unsupported_adapter_option(name, base, tmp_path):
+    lora_config, message = UNSUPPORTED_CONFIGS[name]
+    peft.write(tmp_path, peft.draw(base.tensors), lora_config)
     with pytest.raises(ModelError) as error:
         read_adapter(tmp_path, base.config, base.targets, 16)
-    assert why in str(error.value)
+    assert message in str(error.value)
 
 
-def halves(module: str, inputs: int = 32, outputs: int = 32) -> dict[str, np.ndarray]:
+def lora_pair(module: str, inputs: int = 32, outputs: int = 32) -> dict[str, np.ndarray]:
     return {f"{module}.lora_A.weight": np.ones((4, inputs), np.float32),
             f"{module}.lora_B.weight": np.ones((outputs, 4), np.float32)}  # fmt: skip
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
-TENSORS = {
+UNSUPPORTED_TENSORS = {
     "the embedding as a layer": (
-        halves("base_model.model.model.embed_tokens", 32, 96),
+        lora_pair("base_model.model.model.embed_tokens", 32, 96),
         "adapts 'model.embed_tokens', which cannot be adapted",
     ),
-    "another head": (halves("base_model.model.lm_head", 32, 97), "want [4, 32] and [96, 4]"),
+    "another head": (lora_pair("base_model.model.lm_head", 32, 97), "want [4, 32] and [96, 4]"),
     "an unknown layer": (
-        halves(Q.replace("layers.0", "layers.7")),
+        lora_pair(Q.replace("layers.0", "layers.7")),
         ("adapts 'model.layers.7.self_attn.q_proj'"),
     ),
     "the embedding": (
@@ -279,7 +297,8 @@ TENSORS = {
         "embed_tokens.lora_embedding_A",
     ),
     "a whole head": (
-        halves(Q) | {"base_model.model.lm_head.base_layer.weight": np.ones((96, 32), np.float32)},
+        lora_pair(Q)
+        | {"base_model.model.lm_head.base_layer.weight": np.ones((96, 32), np.float32)},
         "holds the tensor 'base_model.model.lm_head.base_layer.weight'",
     ),
     "a magnitude": (
@@ -287,49 +306,56 @@ TENSORS = {
         "lora_magnitude_vector",
     ),
     "one half": ({f"{Q}.lora_A.weight": np.ones((4, 32), np.float32)}, "lacks lora_B of"),
-    "a wrong shape": (halves(Q, 31), "have shapes [4, 31] and [32, 4]"),
-    "no number": ({name: np.full_like(x, np.nan) for name, x in halves(Q).items()}, "not finite"),
+    "a wrong shape": (lora_pair(Q, 31), "have shapes [4, 31] and [32, 4]"),
+    "no number": (
+        {name: np.full_like(x, np.nan) for name, x in lora_pair(Q).items()},
+        "not finite",
+    ),
     "none": ({}, "holds no tensors"),
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_that_has_no_place_is_named(name, base, tmp_path):
-    tensors, why = TENSORS[name]
+@pytest.mark.parametrize("name", UNSUPPORTED_TENSORS)
+def test_error_names_the_unsupported_adapter_tensor(name, base, tmp_path):
+    tensors, message = UNSUPPORTED_TENSORS[name]
     peft.write(tmp_path, tensors)
     with pytest.raises(ModelError) as error:
         read_adapter(tmp_path, base.config, base.targets, 16)
-    assert why in str(error.value)
+    assert message in str(error.value)
 
 
-def test_what_is_no_adapter(base, tmp_path):
-    for make, why in {
+def test_folder_without_a_valid_adapter_is_rejected(base, tmp_path):
+    for case, message in {
         "nothing": "holds no adapter_config.json",
         "about": "holds no adapter_model.safetensors",
         "bytes": "truncated or not a safetensors file",
     }.items():
-        if make == "about":
+        if case == "about":
             (tmp_path / "adapter_config.json").write_text(json.dumps(peft.ABOUT))
-        if make == "bytes":
+        if case == "bytes":
             (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
-        with pytest.raises(ModelError, match=why):
+        with pytest.raises(ModelError, match=message):
             read_adapter(tmp_path, base.config, base.targets, 16)
 
 
-def test_modules_that_are_not_named_take_none(tmp_path):
-    """Experts and routers must be named; others are left out where only some are named."""
+def test_expert_modules_must_be_listed_as_lora_targets(tmp_path):
+    """Experts and routers must be listed; a list excludes the modules that it does not name."""
     tensors = tiny_moe.write(tmp_path / "base", "mixtral")
     config = loader.read_config(tmp_path / "base")
     peft.write(tmp_path / "experts", peft.draw(tensors, ("w1",)))
     peft.write(tmp_path / "router", peft.draw(tensors, ("gate",)))
     peft.write(tmp_path / "attention", peft.draw(tensors, ("o_proj",)))
-    for name, modules, why in (("experts", (), "experts"), ("router", ("experts",), "gate"),
-                               ("attention", ("experts", "gate"), "o_proj")):  # fmt: skip
+    for name, modules, missing_module in (
+        ("experts", (), "experts"),
+        ("router", ("experts",), "gate"),
+        ("attention", ("experts", "gate"), "o_proj"),
+    ):
         with pytest.raises(
-            ModelError, match=f"cannot be adapted: name it in lora_target_modules, as {why}"
+            ModelError,
+            match=f"cannot be adapted: name it in lora_target_modules, as {missing_module}",
         ):
             read_adapter(tmp_path / name, config, list_targets(config, modules), 16)
-        read_adapter(tmp_path / name, config, list_targets(config, (*modules, why)), 16)
+        read_adapter(tmp_path / name, config, list_targets(config, (*modules, missing_module)), 16)
     with pytest.raises(
         ModelError,
         match="names 'w1'; of mixtral models these take adapters: experts, gate, k_proj, lm",
@@ -341,31 +367,36 @@ def test_modules_that_are_not_named_take_none(tmp_path):
     }
 
 
-def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
-    """Of wrong shape, and of experts that the model's files hold in one tensor."""
-    drawn = peft.draw(base.tensors, ("q_proj",))
+def test_dora_magnitudes_must_match_the_model_tensors(base, tmp_path):
+    """Magnitudes of a wrong shape, and of experts that the model's files fuse into one tensor."""
+    adapter_tensors = peft.draw(base.tensors, ("q_proj",))
     wrong = {
-        name: length[1:] for name, length in peft.magnitude_vectors(base.tensors, drawn).items()
+        name: length[1:]
+        for name, length in peft.magnitude_vectors(base.tensors, adapter_tensors).items()
     }
-    peft.write(tmp_path / "short", drawn | wrong, {"use_dora": True})
+    peft.write(tmp_path / "short", adapter_tensors | wrong, {"use_dora": True})
     with pytest.raises(
         ModelError, match=r"lora_magnitude_vector of .* has shape \[31\]; the model wants \[32\]"
     ):
         read_adapter(tmp_path / "short", base.config, base.targets, 16, base.folder)
     tensors = tiny_moe.write(tmp_path / "base", "qwen3_moe")
-    drawn = peft.draw(tensors, ("gate_proj", "down_proj"))
+    adapter_tensors = peft.draw(tensors, ("gate_proj", "down_proj"))
     peft.write(
-        tmp_path / "experts", drawn | peft.magnitude_vectors(tensors, drawn), {"use_dora": True}
+        tmp_path / "experts",
+        adapter_tensors | peft.magnitude_vectors(tensors, adapter_tensors),
+        {"use_dora": True},
     )
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    own = {
-        part: [tensors[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for e in range(6)]
-        for part in ("gate", "up", "down")
+    expert_weights = {
+        projection: [
+            tensors[f"model.layers.0.mlp.experts.{e}.{projection}_proj.weight"] for e in range(6)
+        ]
+        for projection in ("gate", "up", "down")
     }
     fused["model.layers.0.mlp.experts.gate_up_proj"] = np.concatenate(
-        [own["gate"], own["up"]], axis=1
+        [expert_weights["gate"], expert_weights["up"]], axis=1
     )
-    fused["model.layers.0.mlp.experts.down_proj"] = np.stack(own["down"])
+    fused["model.layers.0.mlp.experts.down_proj"] = np.stack(expert_weights["down"])
     tiny.write(tmp_path / "base", tiny_moe.QWEN3_MOE, fused)
     config = loader.read_config(tmp_path / "base")
     with pytest.raises(
@@ -381,7 +412,7 @@ def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
         )
 
 
-def test_a_rank_above_the_limit_is_refused(base, tmp_path):
+def test_rank_above_max_lora_rank_is_rejected(base, tmp_path):
     peft.write(tmp_path, peft.draw(base.tensors, rank=9), {"r": 9})
     with pytest.raises(ModelError, match="has rank 9; max_lora_rank is 8"):
         read_adapter(tmp_path, base.config, base.targets, 8)
@@ -389,23 +420,19 @@ def test_a_rank_above_the_limit_is_refused(base, tmp_path):
     assert read_adapter(tmp_path, base.config, base.targets, 9).matrices[0][1].shape == (16, 8, 8)
 
 
-def test_the_key_is_of_the_content(base, tmp_path):
-    one, same = (peft.write(tmp_path / name, peft.draw(base.tensors)) for name in "ab")
-    other = peft.write(tmp_path / "c", peft.draw(base.tensors, seed=1))
+def test_adapter_key_depends_on_the_content(base, tmp_path):
+    original, copy = (peft.write(tmp_path / name, peft.draw(base.tensors)) for name in "ab")
+    other_matrices = peft.write(tmp_path / "c", peft.draw(base.tensors, seed=1))
     scaled = peft.write(tmp_path / "d", peft.draw(base.tensors), {"lora_alpha": 9})
     keys = [
         read_adapter(folder, base.config, base.targets, 8).key
-        for folder in (one, same, other, scaled)
+        for folder in (original, copy, other_matrices, scaled)
     ]
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
-def test_adapter_that_is_replaced_while_it_is_read_has_the_digest_of_its_matrices(
-    base, tmp_path, monkeypatch
-):
-    """Its pages would be taken for those of the new files, which another process or a later request
-    reads.
-    """
+def test_key_of_adapter_replaced_during_the_read_matches_its_matrices(base, tmp_path, monkeypatch):
+    """A wrong key would let requests that read the new files reuse the old adapter's KV pages."""
     old, new = (
         peft.write(tmp_path / name, peft.draw(base.tensors, seed=i)) for i, name in enumerate("ab")
     )
@@ -424,12 +451,12 @@ def test_adapter_that_is_replaced_while_it_is_read_has_the_digest_of_its_matrice
 
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "read", read_and_replace)
-        found = read(base, old)
+        adapter = read(base, old)
     assert not tensors
-    which = keys.index(found.key)
-    for one, other in zip(found.matrices, matrices[which], strict=True):
-        np.testing.assert_array_equal(one[0], other[0])
-        np.testing.assert_array_equal(one[1], other[1])
+    version = keys.index(adapter.key)
+    for actual, expected in zip(adapter.matrices, matrices[version], strict=True):
+        np.testing.assert_array_equal(actual[0], expected[0])
+        np.testing.assert_array_equal(actual[1], expected[1])
     assert read(base, old).key == keys[1]
 
 
@@ -437,18 +464,20 @@ def read(base, folder):
     return read_adapter(folder, base.config, base.targets, 8)
 
 
-def test_names_with_the_adapters_own_and_without_a_prefix(base, tmp_path):
-    drawn = peft.draw(base.tensors)
-    plain = read_adapter(peft.write(tmp_path / "a", drawn), base.config, base.targets, 8)
+def test_adapter_tensor_names_with_adapter_name_or_without_prefix(base, tmp_path):
+    adapter_tensors = peft.draw(base.tensors)
+    reference = read_adapter(
+        peft.write(tmp_path / "a", adapter_tensors), base.config, base.targets, 8
+    )
     for folder, change in {
         "b": (".weight", ".default.weight"),
         "c": ("base_model.model.", ""),
     }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "adapter_config.json").write_text(json.dumps(peft.ABOUT))
-        renamed = {name.replace(*change): x for name, x in drawn.items()}
+        renamed = {name.replace(*change): x for name, x in adapter_tensors.items()}
         save_file(renamed, tmp_path / folder / "adapter_model.safetensors")
-        again = read_adapter(tmp_path / folder, base.config, base.targets, 8)
-        for one, other in zip(plain.matrices, again.matrices, strict=True):
-            np.testing.assert_array_equal(one[0], other[0])
-            np.testing.assert_array_equal(one[1], other[1])
+        adapter = read_adapter(tmp_path / folder, base.config, base.targets, 8)
+        for expected, actual in zip(reference.matrices, adapter.matrices, strict=True):
+            np.testing.assert_array_equal(expected[0], actual[0])
+            np.testing.assert_array_equal(expected[1], actual[1])

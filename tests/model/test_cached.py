@@ -1,4 +1,4 @@
-"""What `quire list` finds in a cache of the Hub's own form, and what `quire rm` leaves."""
+"""`quire list` and `quire rm` with a cache in the Hub's format."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from quire.tests.support import tiny, tiny_gguf
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def snapshot(cache: Path, name: str, files: dict[str, bytes], commit: str = COMMIT) -> None:
-    """A repository as huggingface_hub keeps it: blobs, and a snapshot of links."""
+def write_snapshot(cache: Path, name: str, files: dict[str, bytes], commit: str = COMMIT) -> None:
+    """Write a repository in huggingface_hub's format: blobs, and a snapshot of links."""
     repo = cache / f"models--{name.replace('/', '--')}"
     (repo / "blobs").mkdir(parents=True, exist_ok=True)
     (repo / "refs").mkdir(exist_ok=True)
@@ -32,26 +32,28 @@ def snapshot(cache: Path, name: str, files: dict[str, bytes], commit: str = COMM
 @pytest.fixture
 def cache(tmp_path):
     folder = tmp_path / "model"
-    found = tmp_path / "cache"
+    cache_folder = tmp_path / "cache"
     tiny.write(folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    snapshot(found, "good/model", files)
-    snapshot(
-        found,
+    write_snapshot(cache_folder, "good/model", files)
+    write_snapshot(
+        cache_folder,
         "odd/model",
         files | {"config.json": json.dumps({"model_type": "unheard-of"}).encode()},
     )
-    snapshot(found, "no/weights", {"config.json": files["config.json"]})
+    write_snapshot(cache_folder, "no/weights", {"config.json": files["config.json"]})
     ggufs = {}
     for kind in ("Q4_K", "Q8_0"):
         tiny_gguf.write(tmp_path / "tiny.gguf", kind)
         ggufs[f"good-{kind}.gguf"] = (tmp_path / "tiny.gguf").read_bytes()
-    snapshot(found, "good/gguf", ggufs | {"README.md": b"a page", "broken-Q2_K.gguf": b"GGUF"})
-    return found
+    write_snapshot(
+        cache_folder, "good/gguf", ggufs | {"README.md": b"a page", "broken-Q2_K.gguf": b"GGUF"}
+    )
+    return cache_folder
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, cache):
+def run_quire(monkeypatch, capsys, cache):
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["quire", *arguments, "--download-dir", str(cache)])
         try:
@@ -68,27 +70,27 @@ def names(cache: Path) -> list[str]:
     return [model.name for model in cached.cached_models(cache)[0]]
 
 
-def test_what_is_there(cache, run):
-    found, others = cached.cached_models(cache)
-    assert [model.name for model in found] == [
+def test_list_shows_models_with_size_and_format(cache, run_quire):
+    models, num_others = cached.cached_models(cache)
+    assert [model.name for model in models] == [
         "good/gguf:Q4_K",
         "good/gguf:Q8_0",
         "good/model",
-    ] and others == 2
-    sizes = {model.name: model.size for model in found}
+    ] and num_others == 2
+    sizes = {model.name: model.size for model in models}
     snapshots = cache / "models--good--model" / "snapshots" / COMMIT
     assert sizes["good/model"] == sum(path.stat().st_size for path in snapshots.iterdir())
-    assert [model.format for model in found] == ["GGUF Q4_K", "GGUF Q8_0", "float32"]
-    code, out, err = run("list")
+    assert [model.format for model in models] == ["GGUF Q4_K", "GGUF Q8_0", "float32"]
+    code, out, err = run_quire("list")
     lines = out.splitlines()
     assert code == 0 and lines[0].split() == ["NAME", "SIZE", "FORMAT", "MODIFIED"]
     assert [line.split()[0] for line in lines[1:]] == [*BUNDLED, *sizes] and "2 more" in err
     assert cached.cached_models(cache / "nothing") == ([], 0)
 
 
-def test_one_file_of_several(cache, run):
-    """The others stay, with what belongs to all."""
-    code, out, _ = run("rm", "-y", "hf.co/good/gguf:Q4_K")
+def test_rm_deletes_one_gguf_file_of_several(cache, run_quire):
+    """The other GGUF files and the shared files stay."""
+    code, out, _ = run_quire("rm", "-y", "hf.co/good/gguf:Q4_K")
     assert code == 0 and out.startswith("deleted good/gguf:Q4_K: ")
     assert names(cache) == ["good/gguf:Q8_0", "good/model"]
     repo = cache / "models--good--gguf"
@@ -97,13 +99,13 @@ def test_one_file_of_several(cache, run):
     ]
 
 
-def test_a_whole_repository(cache, run):
-    assert run("rm", "good/model", "-y")[0] == 0
+def test_rm_deletes_a_repository(cache, run_quire):
+    assert run_quire("rm", "good/model", "-y")[0] == 0
     assert not (cache / "models--good--model").exists() and len(names(cache)) == 2
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("rm good/model", "is deleted only when you say so: quire rm -y good/model"),
         ("rm -y quill", "quill came with Quire and stays"),
@@ -111,7 +113,7 @@ def test_a_whole_repository(cache, run):
         ("rm -y good/model nothing", "there is no 'nothing' in the cache"),
     ],
 )
-def test_what_is_not_deleted(cache, run, line, says):
-    code, _, err = run(*line.split())
-    assert code == 2 and says in err
+def test_rm_rejects_unconfirmed_bundled_and_unknown_models(cache, run_quire, line, message):
+    code, _, err = run_quire(*line.split())
+    assert code == 2 and message in err
     assert len(names(cache)) == 3

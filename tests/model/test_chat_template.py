@@ -1,6 +1,4 @@
-"""Chat templates: the prompts of well-known shapes, Python's methods, one-line errors, and hostile
-templates.
-"""
+"""Chat templates: published prompts, Python methods, one-line errors and hostile templates."""
 
 # ruff: noqa: E501 - templates read better on one line
 
@@ -20,12 +18,12 @@ from quire.tests.support.chat_templates import CASES
 from quire.tests.support.template_features import EXPRESSED, EXPRESSIONS, FEATURES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-ALL = CASES | FEATURES
+ALL_CASES = CASES | FEATURES
 
 
 @pytest.fixture(scope="module")
 def render():
-    """Render a source with some variables; one worker for all of them."""
+    """A function that renders a template source, with one worker for all tests."""
     template = ChatTemplate("", SPECIAL, seconds=REQUEST_SECONDS)
 
     def run(source: str, messages=(), **variables) -> str:
@@ -35,8 +33,8 @@ def render():
     return run
 
 
-@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
-def test_families(render, case):
+@pytest.mark.parametrize("case", ALL_CASES.values(), ids=ALL_CASES)
+def test_templates_of_model_families(render, case):
     text = render(
         case.template,
         case.messages,
@@ -46,10 +44,10 @@ def test_families(render, case):
     assert text == case.expected
 
 
-@pytest.mark.parametrize("ends", ["\r\n", "\r"])
-def test_line_ends_of_the_template_do_not_matter(render, ends):
-    for case in ALL.values():
-        template = case.template.replace("\n", ends)
+@pytest.mark.parametrize("line_end", ["\r\n", "\r"])
+def test_line_endings_of_the_template_are_normalized(render, line_end):
+    for case in ALL_CASES.values():
+        template = case.template.replace("\n", line_end)
         assert (
             render(
                 template,
@@ -59,13 +57,13 @@ def test_line_ends_of_the_template_do_not_matter(render, ends):
             )
             == case.expected
         )
-    assert render(f"a{ends}{{{{ messages[0] }}}}{ends}", ["b\r\nc"]) == "a\nb\r\nc"
+    assert render(f"a{line_end}{{{{ messages[0] }}}}{line_end}", ["b\r\nc"]) == "a\nb\r\nc"
 
 
-@pytest.mark.parametrize("nothing", [{}, {"content": None}])
-def test_a_content_that_is_null_is_not_defined(render, nothing):
-    """As transformers gives it; an empty text only where the template fails without one."""
-    messages = [{"role": "assistant", "tool_calls": [1]} | nothing]
+@pytest.mark.parametrize("without_content", [{}, {"content": None}])
+def test_null_content_is_undefined(render, without_content):
+    """As in transformers; an empty text only if the template fails otherwise."""
+    messages = [{"role": "assistant", "tool_calls": [1]} | without_content]
     loop = "{%% for m in messages %%}%s{%% endfor %%}"
     assert (
         render(loop % "{{ m.content is defined }}{{ 'content' in m }}<{{ m.content }}>", messages)
@@ -75,19 +73,19 @@ def test_a_content_that_is_null_is_not_defined(render, nothing):
 
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
-def test_expressions_that_minijinja_does_not_know(render, source):
+def test_python_expressions_unknown_to_minijinja(render, source):
     assert render(source, EXPRESSED) == EXPRESSIONS[source]
 
 
 @pytest.mark.parametrize(
     "source", ["{{ messages[0].foo.zfill(3) }}", "{{ messages.rsplit() }}", "{{ {}.index('a') }}"]
 )
-def test_a_method_of_strings_needs_a_string(render, source):
+def test_string_methods_require_a_string(render, source):
     with pytest.raises(PromptError, match="object has no attribute '(zfill|rsplit|index)'"):
         render(source, EXPRESSED)
 
 
-def test_a_template_may_compute_with_floats(render):
+def test_arithmetic_with_floats(render):
     messages = [{"f": 1.0, "e": 1e-6}]
     assert render("{{ messages[0].f + 1 }} {{ messages[0].f|tojson }}", messages) == "2.0 1"
     assert render(
@@ -102,24 +100,24 @@ def test_a_template_may_compute_with_floats(render):
         ("mistral", "After the optional system message, user and assistant must alternate"),
     ],
 )
-def test_a_template_refuses_a_conversation(render, source, message):
-    twice = [{"role": "user", "content": "a"}] * 2
+def test_raise_exception_becomes_a_prompt_error(render, source, message):
+    two_user_messages = [{"role": "user", "content": "a"}] * 2
     with pytest.raises(PromptError) as caught:
-        render(CASES[source].template, twice)
+        render(CASES[source].template, two_user_messages)
     assert str(caught.value) == f"chat template: {message}"
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        # What Python prints
+        # Values print as in Python
         ("{{ none }} {{ true }} {{ false }} {{ 1.0 }} {{ 4 / 2 }} {{ 7 // 2 }} {{ -7 % 3 }}", "None True False 1.0 2.0 3 2"),
         ("{{ {'a': [1, 'x', none, true]} }}", "{'a': [1, 'x', None, True]}"),
         ("{{ '<b> & \"c\"' }}", '<b> & "c"'),
         ("[{{ nothing }}][{{ d.nothing }}][{{ nothing is defined }}]", "[][][False]"),
         ("{% for x in nothing %}a{% else %}none{% endfor %}", "none"),
         ("{{ nothing | length }} {{ 'é日' | length }} {{ d | count }}", "0 2 2"),
-        # JSON as the models saw it
+        # JSON as in the models' training data
         ("{{ d | tojson }}", '{"b": "é<", "a": [1, 2.5, null, true]}'),
         ("{{ d | tojson(indent=1) }}", '{\n "b": "é<",\n "a": [\n  1,\n  2.5,\n  null,\n  true\n ]\n}'),
         ("{{ d | tojson(separators=(',', ':'), sort_keys=true, ensure_ascii=true) }}", '{"a":[1,2.5,null,true],"b":"\\u00e9<"}'),
@@ -155,16 +153,19 @@ def test_a_template_refuses_a_conversation(render, source, message):
         ("{%- generation -%} a {%- endgeneration -%} b{% generation %}c{% endgeneration %}", "abc"),
     ],
 )  # fmt: skip
-def test_jinja_as_models_use_it(render, source, expected):
+def test_jinja_features_of_published_templates(render, source, expected):
     assert render(source, d={"b": "é<", "a": [1, 2.5, None, True]}, l=[1, 2, 3]) == expected
 
 
-def test_todays_date(render):
-    before = datetime.now().strftime("%d %b %Y")
-    assert render("{{ strftime_now('%d %b %Y') }}") in (before, datetime.now().strftime("%d %b %Y"))
+def test_strftime_now(render):
+    date_before = datetime.now().strftime("%d %b %Y")
+    assert render("{{ strftime_now('%d %b %Y') }}") in (
+        date_before,
+        datetime.now().strftime("%d %b %Y"),
+    )
 
 
-def test_variables_of_a_conversation_come_before_the_template_s_own(render):
+def test_request_variables_override_special_tokens(render):
     assert render("{{ bos_token }}{{ eos_token }}{{ tools }}{{ documents }}") == "<s></s>NoneNone"
     assert render("{{ bos_token }}{{ tools }}", bos_token="B", tools=[1]) == "B[1]"
 
@@ -194,7 +195,7 @@ def test_errors_are_one_line(render, source, message):
     assert "<string>" not in text
 
 
-def test_a_conversation_must_be_plain(render):
+def test_messages_must_be_plain_json(render):
     with pytest.raises(PromptError, match="plain JSON.*object is not JSON serializable"):
         render("", [{"role": "user", "content": object()}])
     loop: list = []
@@ -250,16 +251,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.slow
-def test_hostile_templates_end(render, source):
-    """Each is an error, this process does not grow by it, and the next conversation is served."""
+def test_hostile_templates_are_stopped(render, source):
+    """Each raises an error, and the next conversation is rendered."""
     with pytest.raises(PromptError) as caught:
         render(source, r=list(range(10_000)))
     assert len(str(caught.value)) < 300
     assert render("{{ messages[0] }}", ["alive"]) == "alive"
 
 
-def test_the_model_s_own_template_is_bounded_by_its_steps_and_a_request_s_by_time_too():
-    """A busy machine needs more processor time for the same steps."""
+def test_steps_bound_every_template_and_time_bounds_request_templates():
+    """Own templates get more CPU time, as a busy machine needs more for the same steps."""
     loops = "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}"
     for seconds in (OWN_SECONDS, REQUEST_SECONDS):
         template = ChatTemplate("{{ 1 }}", seconds=seconds)
@@ -267,20 +268,20 @@ def test_the_model_s_own_template_is_bounded_by_its_steps_and_a_request_s_by_tim
         process = template.worker.process
         assert process is not None
         assert seconds < resource.prlimit(process.pid, resource.RLIMIT_CPU)[0] <= seconds + 2
-    own = ChatTemplate(loops)
+    slow_template = ChatTemplate(loops)
     with pytest.raises(PromptError, match="ran for more than 30000000 steps"):
-        own.render([], r=list(range(10_000)))
+        slow_template.render([], r=list(range(10_000)))
     assert OWN_SECONDS > 10 * REQUEST_SECONDS
 
 
 @pytest.mark.parametrize("opening", ["{{", '{{"', "{{ '\"\\", "{#", "{{ x is ", "{% '\\\\"])
-def test_openings_without_ends_are_read_once(render, opening):
+def test_unclosed_tags_are_parsed_in_linear_time(render, opening):
     with pytest.raises(PromptError) as caught:
         render("{{ 1 is iterable }}" + opening * 9000)
-    assert "stopped" not in str(caught.value)  # which is what ends a slow one
+    assert "stopped" not in str(caught.value)  # the error of templates that take too long
 
 
-def test_a_long_conversation_is_no_attack(render):
+def test_long_conversation_is_rendered(render):
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": f"{i} " * 50} for i in range(2001)
     ]
@@ -288,7 +289,7 @@ def test_a_long_conversation_is_no_attack(render):
         assert len(render(CASES[name].template, messages)) > 400_000
 
 
-def test_a_worker_that_died_is_replaced():
+def test_dead_worker_is_replaced():
     template = ChatTemplate("{{ messages[0] }}")
     assert template.render([1]) == "1"
     assert template.worker.process is not None
@@ -299,15 +300,15 @@ def test_a_worker_that_died_is_replaced():
 
 def test_threads_share_a_worker():
     template = ChatTemplate("{{ messages[0] }}{{ 'x' * messages[0] }}")
-    others = set(threading.enumerate())
+    other_threads = set(threading.enumerate())
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda n: template.render([n]), range(200)))
     assert answers == [f"{n}{'x' * n}" for n in range(200)]
-    # its lock is waited for; no caller has a thread of its own
-    assert set(threading.enumerate()) <= others
+    # callers wait for the worker's lock; none starts a thread
+    assert set(threading.enumerate()) <= other_threads
 
 
-def test_the_worker_ends_with_its_template():
+def test_worker_is_killed_with_its_template():
     template = ChatTemplate("{{ messages }}")
     template.render([])
     process = template.worker.process
@@ -316,8 +317,8 @@ def test_the_worker_ends_with_its_template():
     assert process.poll() == -signal.SIGKILL
 
 
-def test_the_worker_ends_with_the_program():
-    """Also where the program is killed: the worker reads the end of its input."""
+def test_worker_ends_with_the_program():
+    """Even if the program is killed: the worker reads the end of its input."""
     code = (
         "import os, signal\nfrom quire.model.text.chat_template import ChatTemplate\n"
         "template = ChatTemplate('{{ 1 }}')\ntemplate.render([])\n"
@@ -325,15 +326,15 @@ def test_the_worker_ends_with_the_program():
     )
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     worker = int(run.stdout)
-    gone = threading.Event()
+    never_set = threading.Event()
     for _ in range(200):
         try:
             os.kill(worker, 0)
         except ProcessLookupError:
             return
         if "State:\tZ" in status_of(worker):
-            return  # ended; nobody has asked for its result
-        gone.wait(0.05)
+            return  # a zombie has ended
+        never_set.wait(0.05)
     raise AssertionError(f"the worker {worker} lives on")
 
 
@@ -345,7 +346,7 @@ def status_of(pid: int) -> str:
         return ""
 
 
-CALLS_IN_TEMPLATES = {  # how templates write a call's arguments
+CALLS_IN_TEMPLATES = {  # how templates render a tool call's arguments
     "{{- '```json\\n' + call['function']['arguments'] + '\\n```' -}}": '```json\n{"to": "Zürich", "n": 2}\n```',
     "{{- call['function']['name'] + '<sep>' + call['function']['arguments'] + '<end>' -}}": (
         'find<sep>{"to": "Zürich", "n": 2}<end>'
@@ -365,7 +366,7 @@ CALLS_IN_TEMPLATES = {  # how templates write a call's arguments
 
 
 @pytest.mark.parametrize("template", CALLS_IN_TEMPLATES)
-def test_templates_take_the_arguments_of_calls_as_objects_or_as_texts(template):
+def test_tool_call_arguments_as_objects_or_json_text(template):
     call = {"type": "function", "function": {"name": "find", "arguments": {"to": "Zürich", "n": 2}}}
     messages = [
         {"role": "user", "content": "x"},
@@ -380,7 +381,7 @@ def test_templates_take_the_arguments_of_calls_as_objects_or_as_texts(template):
     assert call["function"]["arguments"] == {"to": "Zürich", "n": 2}
 
 
-def test_what_fails_with_both_kinds_of_arguments_says_the_first_reason():
+def test_error_with_both_argument_forms_reports_the_first():
     call = {"type": "function", "function": {"name": "find", "arguments": {"a": 1}}}
     with pytest.raises(PromptError, match="not today"):
         ChatTemplate("{{ raise_exception('not today') }}").render(

@@ -1,6 +1,4 @@
-"""Keys of config.json that cannot change the result are accepted; the others are refused, with the
-way round.
-"""
+"""Unknown config.json keys: harmless ones are ignored, others suggest overrides in an error."""
 
 import json
 import re
@@ -14,8 +12,7 @@ from quire.tests.support.published import PUBLISHED
 from quire.tests.support.published_moe import PUBLISHED_MOE
 
 CONFIGS = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE).items()}
-# What transformers 4 writes beside a family's own keys where it writes all
-# (`to_json_string(use_diff=False)`).
+# Keys that transformers 4 adds with `to_json_string(use_diff=False)`.
 WRITTEN_BY_TRANSFORMERS = {
     "_attn_implementation_autoset": False,
     "add_cross_attention": False,
@@ -56,7 +53,7 @@ WRITTEN_BY_TRANSFORMERS = {
     "typical_p": 1.0,
     "use_bfloat16": False,
 }
-SEEN = {  # in published files of several families
+SEEN_IN_PUBLISHED_CONFIGS = {  # keys in published files of several families
     "is_llama_config": True,
     "rope_interleaved": False,
     "transformers.js_config": {"dtype": "q4"},
@@ -81,90 +78,104 @@ SEEN = {  # in published files of several families
 }
 
 
-def read(folder, config, **options):
+def write_and_read_config(folder, config, **options):
     (folder / "config.json").write_text(json.dumps(config))
     return loader.read_config(folder, **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_harmless_keys_change_nothing(name, tmp_path):
+def test_harmless_keys_do_not_change_the_config(name, tmp_path):
     published = CONFIGS[name]
-    more = {
+    extra_keys = {
         key: value
-        for key, value in (WRITTEN_BY_TRANSFORMERS | SEEN).items()
+        for key, value in (WRITTEN_BY_TRANSFORMERS | SEEN_IN_PUBLISHED_CONFIGS).items()
         if key not in published
     }
     if isinstance(text := published.get("text_config"), dict):
-        more["text_config"] = text | {key: value for key, value in more.items() if key not in text}
+        extra_keys["text_config"] = text | {
+            key: value for key, value in extra_keys.items() if key not in text
+        }
     if "dtype" in published:
-        more.pop("torch_dtype", None)
-    assert read(tmp_path, published | more) == read(tmp_path, published)
+        extra_keys.pop("torch_dtype", None)
+    assert write_and_read_config(tmp_path, published | extra_keys) == write_and_read_config(
+        tmp_path, published
+    )
 
 
-def test_layers_that_all_see_everything(tmp_path):
+def test_layer_types_without_sliding_windows(tmp_path):
     full = {"layer_types": ["full_attention"] * tiny.LLAMA["num_hidden_layers"]}
-    assert read(tmp_path, tiny.LLAMA | full) == read(tmp_path, tiny.LLAMA)
+    assert write_and_read_config(tmp_path, tiny.LLAMA | full) == write_and_read_config(
+        tmp_path, tiny.LLAMA
+    )
     with pytest.raises(ModelError, match="layer_types"):
-        read(tmp_path, tiny.LLAMA | {"layer_types": ["sliding_attention", "full_attention"]})
+        write_and_read_config(
+            tmp_path, tiny.LLAMA | {"layer_types": ["sliding_attention", "full_attention"]}
+        )
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B"])
-def test_a_window_that_is_not_used_may_be_anything(name, tmp_path):
-    plain = CONFIGS[name] | {"use_sliding_window": False}
+def test_unused_sliding_window_may_have_any_value(name, tmp_path):
+    without_window = CONFIGS[name] | {"use_sliding_window": False}
     for window in (None, 0, 4096):
-        assert read(tmp_path, plain | {"sliding_window": window}) == read(tmp_path, plain)
+        assert write_and_read_config(
+            tmp_path, without_window | {"sliding_window": window}
+        ) == write_and_read_config(tmp_path, without_window)
 
 
-def test_a_window_where_the_family_has_none(tmp_path):
+def test_window_keys_in_a_family_without_windows(tmp_path):
     window = {"sliding_window": 16, "max_window_layers": 1}
-    assert read(tmp_path, tiny.LLAMA | window | {"use_sliding_window": False}) == read(
-        tmp_path, tiny.LLAMA
-    )
+    assert write_and_read_config(
+        tmp_path, tiny.LLAMA | window | {"use_sliding_window": False}
+    ) == write_and_read_config(tmp_path, tiny.LLAMA)
     with pytest.raises(ModelError, match="max_window_layers"):
-        read(tmp_path, tiny.LLAMA | window)
+        write_and_read_config(tmp_path, tiny.LLAMA | window)
 
 
 def overrides_in(error: Exception) -> dict:
-    found = re.search(r"--hf-overrides '(.*)'", str(error))
-    assert found, error
-    return json.loads(found[1])
+    match = re.search(r"--hf-overrides '(.*)'", str(error))
+    assert match, error
+    return json.loads(match[1])
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "gemma-3-4b"])
-def test_the_way_round_is_the_one_that_the_error_names(name, tmp_path):
+def test_error_suggests_working_hf_overrides(name, tmp_path):
     published = CONFIGS[name]
     inner = {"logit_scale": 2.0, "mup_width": [1, 2]}
     config = published | inner
     if "text_config" in published:
         config = published | {"text_config": published["text_config"] | inner}
     with pytest.raises(ModelError, match=r"logit_scale = 2\.0 is not understood") as caught:
-        read(tmp_path, config)
-    assert read(tmp_path, config, hf_overrides=overrides_in(caught.value)) == read(
-        tmp_path, published
-    )
+        write_and_read_config(tmp_path, config)
+    assert write_and_read_config(
+        tmp_path, config, hf_overrides=overrides_in(caught.value)
+    ) == write_and_read_config(tmp_path, published)
 
 
-def test_another_quantisation_has_no_way_round(tmp_path):
+def test_unsupported_quantization_suggests_no_overrides(tmp_path):
     for method in ("aqlm", "quark"):
         with pytest.raises(
             ModelError, match=f"quant_method = '{method}' is not supported"
         ) as caught:
-            read(
+            write_and_read_config(
                 tmp_path, tiny.LLAMA | {"quantization_config": {"quant_method": method, "bits": 4}}
             )
         assert "--hf-overrides" not in str(caught.value)
 
 
-def test_overrides_are_merged_before_anything_is_read(tmp_path):
+def test_hf_overrides_are_merged_into_nested_keys(tmp_path):
     scaled = tiny.LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    wanted = read(
+    expected = write_and_read_config(
         tmp_path,
         scaled | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "hidden_act": "gelu"},
     )
     assert (
-        read(tmp_path, scaled, hf_overrides={"rope_scaling": {"factor": 4.0}, "hidden_act": "gelu"})
-        == wanted
+        write_and_read_config(
+            tmp_path, scaled, hf_overrides={"rope_scaling": {"factor": 4.0}, "hidden_act": "gelu"}
+        )
+        == expected
     )
-    assert read(tmp_path, scaled, hf_overrides={"rope_scaling": None}) == read(tmp_path, tiny.LLAMA)
+    assert write_and_read_config(
+        tmp_path, scaled, hf_overrides={"rope_scaling": None}
+    ) == write_and_read_config(tmp_path, tiny.LLAMA)
     with pytest.raises(ModelError, match="hidden_size"):
-        read(tmp_path, scaled, hf_overrides={"hidden_size": "wide"})
+        write_and_read_config(tmp_path, scaled, hf_overrides={"hidden_size": "wide"})

@@ -1,4 +1,4 @@
-"""What a library is missing for, and the extra that brings it."""
+"""Errors for missing optional libraries name the extra that installs them."""
 
 import sys
 import tomllib
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def said(monkeypatch, capsys, *command: str) -> str:
+def command_error(monkeypatch, capsys, *command: str) -> str:
     monkeypatch.setattr(sys, "argv", ["quire", *command])
     with pytest.raises(SystemExit) as end:
         main()
@@ -33,11 +33,11 @@ def said(monkeypatch, capsys, *command: str) -> str:
         ("matplotlib", "plots", "bench simulate --plot {out}.png"),
     ],
 )
-def test_a_command_names_the_extra(monkeypatch, capsys, tmp_path, library, extra, command):
-    """Before anything is read or written."""
+def test_command_error_names_the_extra(monkeypatch, capsys, tmp_path, library, extra, command):
+    """The error comes before anything is read or written."""
     tiny.write(tmp_path / "model")
     monkeypatch.setitem(sys.modules, library, None)
-    error = said(
+    error = command_error(
         monkeypatch, capsys, *command.format(model=tmp_path / "model", out=tmp_path / "out").split()
     )
     assert f"pip install 'quire[{extra}]'" in error
@@ -46,7 +46,7 @@ def test_a_command_names_the_extra(monkeypatch, capsys, tmp_path, library, extra
     assert any(name in requirement for requirement in EXTRAS[extra])
 
 
-def test_a_converted_folder_names_it(monkeypatch, tmp_path):
+def test_converted_folder_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(
         ModelError, match="is a converted checkpoint, which needs orbax: pip install 'quire"
@@ -54,19 +54,17 @@ def test_a_converted_folder_names_it(monkeypatch, tmp_path):
         orbax.load_weights(tmp_path, {}, lambda count: None)
 
 
-def test_the_tests_have_all():
-    """`test` brings what the commands need, and JAX's own extras are of the range that Quire
-    takes.
-    """
+def test_test_extra_includes_all_other_extras():
+    """The extras of JAX have the version range of Quire's JAX requirement."""
     assert "quire[convert,plots,train]" in EXTRAS["test"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (own,) = [
+    (jax_requirement,) = [
         requirement for requirement in project["dependencies"] if requirement.startswith("jax")
     ]
     for extra in ("cuda", "cuda12", "tpu"):
         requirement = EXTRAS[extra][0]
-        assert requirement.partition("]")[2] == own.removeprefix("jax")
+        assert requirement.partition("]")[2] == jax_requirement.removeprefix("jax")
 
 
-def test_what_is_there_is_imported():
+def test_installed_library_is_imported():
     assert import_extra("json", "none", "this") is sys.modules["json"]

@@ -1,6 +1,4 @@
-"""Published config.json files: they load, say what is known of their models, and nothing in them
-goes unread.
-"""
+"""Published config.json files: parameter counts, windows and rope; every key is read."""
 
 import json
 import re
@@ -22,56 +20,54 @@ from quire.tests.support.published_moe import PUBLISHED_MOE, RELATIVES_MOE
 from quire.tests.support.published_more import PUBLISHED_MORE
 
 PUBLISHED = PUBLISHED | PUBLISHED_MORE
-BY_NAME = pytest.mark.parametrize("name", PUBLISHED)
+FOR_EACH_MODEL = pytest.mark.parametrize("name", PUBLISHED)
 
 
-def read(hf: dict, max_len: int | None = None):
+def parse_config(hf: dict, max_len: int | None = None):
     return loader.family_for(hf).config(split_quantization(hf)[0], max_len)
 
 
-@BY_NAME
-def test_published_config(name):
+@FOR_EACH_MODEL
+def test_published_config_gives_the_known_parameters(name):
     published = PUBLISHED[name]
-    config = read(published.config)
+    config = parse_config(published.config)
     assert [layer.attention.window for layer in config.layers] == published.windows
     parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract(config)))
     assert parameters == pytest.approx(published.parameters, rel=0.001)
 
 
 @pytest.mark.parametrize("name", RELATIVES | RELATIVES_MOE)
-def test_relatives_load_or_are_refused_by_name(name):
-    like, change, expected = (RELATIVES | RELATIVES_MOE)[name]
-    hf = (PUBLISHED | PUBLISHED_MOE)[like].config | change
+def test_related_models_load_or_are_rejected(name):
+    base_model, change, expected = (RELATIVES | RELATIVES_MOE)[name]
+    hf = (PUBLISHED | PUBLISHED_MOE)[base_model].config | change
     if isinstance(expected, str):
         with pytest.raises(ModelError, match=re.escape(expected)):
-            read(hf)
+            parse_config(hf)
         return
-    assert sum(leaf.size for leaf in jax.tree.leaves(abstract(read(hf)))) == pytest.approx(
+    assert sum(leaf.size for leaf in jax.tree.leaves(abstract(parse_config(hf)))) == pytest.approx(
         expected, rel=0.005
     )
 
 
-@BY_NAME
+@FOR_EACH_MODEL
 def test_sources_fill_every_leaf_exactly(name):
-    """The parts that the checkpoint is made of have as many values as the leaf, and no name comes
-    twice.
-    """
-    config = read(PUBLISHED[name].config)
+    """A leaf's source tensors have as many elements as the leaf, and none is used twice."""
+    config = parse_config(PUBLISHED[name].config)
     sources = loader.family_for(PUBLISHED[name].config).sources(config)
     names = []
 
     def check(spec, source):
-        assert sum(int(np.prod(part.shape)) for part in source.parts) == spec.size
-        names.extend(part.name for part in source.parts)
+        assert sum(int(np.prod(tensor.shape)) for tensor in source.parts) == spec.size
+        names.extend(tensor.name for tensor in source.parts)
 
     jax.tree.map(check, abstract(config), sources)
     assert len(names) == len(set(names))
 
 
-@BY_NAME
-def test_an_unread_key_is_refused(name):
+@FOR_EACH_MODEL
+def test_unsupported_config_key_is_rejected(name):
     with pytest.raises(ModelError, match="'?attention_chunk_size'? = 8192"):
-        read(PUBLISHED[name].config | {"attention_chunk_size": 8192})
+        parse_config(PUBLISHED[name].config | {"attention_chunk_size": 8192})
 
 
 @pytest.mark.parametrize(
@@ -97,8 +93,8 @@ def test_an_unread_key_is_refused(name):
     ],
 )
 @pytest.mark.slow
-def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
-    """Whatever a key holds, reading ends well or in one line that says what is wrong."""
+def test_wrong_config_values_raise_one_line_errors(name, tmp_path):
+    """For any value of any key."""
     published = PUBLISHED[name].config
     for key in published:
         for value in ("x", -1, 0, 1.5, [], {}, [{}], {"rope_type": "yarn"}, None, True):
@@ -109,58 +105,64 @@ def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
                 assert "\n" not in str(error)
 
 
-def test_rope_of_llama3():
-    """Llama 3.1: short waves stay, long ones turn 8 times slower, and those between are between."""
+def test_llama3_rope_scales_long_wavelengths():
+    """Llama 3.1: short wavelengths stay, long ones grow by 8, those between by 1 to 8."""
     hf = PUBLISHED["Llama-3.1-8B"].config
-    rope = read(hf).layers[0].attention.rope
-    plain = read(hf | {"rope_scaling": None}).layers[0].attention.rope
-    ratio = np.array(plain.inv_freq) / rope.inv_freq
+    rope = parse_config(hf).layers[0].attention.rope
+    unscaled = parse_config(hf | {"rope_scaling": None}).layers[0].attention.rope
+    ratio = np.array(unscaled.inv_freq) / rope.inv_freq
     assert len(ratio) == 64
-    wavelength = 2 * np.pi / np.array(plain.inv_freq)
+    wavelength = 2 * np.pi / np.array(unscaled.inv_freq)
     np.testing.assert_allclose(ratio[wavelength < 8192 / 4], 1)
     np.testing.assert_allclose(ratio[wavelength > 8192], 8)
-    between = ratio[(wavelength > 8192 / 4) & (wavelength < 8192)]
-    assert len(between) and np.all((between > 1) & (between < 8))
+    middle = ratio[(wavelength > 8192 / 4) & (wavelength < 8192)]
+    assert len(middle) and np.all((middle > 1) & (middle < 8))
 
 
-def test_longrope_is_chosen_by_the_served_length():
-    """Phi-3: the short factors within the original 4k, the long ones beyond; the scale of cos and
-    sin is the same.
-    """
+def test_longrope_factors_depend_on_max_model_len():
+    """Phi-3 uses the short factors up to 4096 positions, and one attention factor for both."""
     hf = PUBLISHED["Phi-3-mini-128k"].config
-    short, long = (read(hf, max_len).layers[0].attention.rope for max_len in (4096, 4097))
-    assert long == read(hf).layers[0].attention.rope
+    short_rope, long_rope = (
+        parse_config(hf, max_len).layers[0].attention.rope for max_len in (4096, 4097)
+    )
+    assert long_rope == parse_config(hf).layers[0].attention.rope
     factors = [np.array(hf["rope_scaling"][name]) for name in ("short_factor", "long_factor")]
-    plain = 10000.0 ** -(np.arange(48) / 48)
-    np.testing.assert_allclose(np.array(short.inv_freq) * factors[0], plain)
-    np.testing.assert_allclose(np.array(long.inv_freq) * factors[1], plain)
-    assert short.factor == long.factor == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+    unscaled = 10000.0 ** -(np.arange(48) / 48)
+    np.testing.assert_allclose(np.array(short_rope.inv_freq) * factors[0], unscaled)
+    np.testing.assert_allclose(np.array(long_rope.inv_freq) * factors[1], unscaled)
+    assert (
+        short_rope.factor
+        == long_rope.factor
+        == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+    )
 
 
-def test_longrope_under_its_first_name():
+def test_longrope_type_su():
     hf = PUBLISHED["Phi-3-mini-128k"].config
-    assert read(hf | {"rope_scaling": hf["rope_scaling"] | {"type": "su"}}) == read(hf)
+    assert parse_config(hf | {"rope_scaling": hf["rope_scaling"] | {"type": "su"}}) == parse_config(
+        hf
+    )
     with pytest.raises(ModelError, match="'linear' is not supported for phi3"):
-        read(hf | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+        parse_config(hf | {"rope_scaling": {"type": "linear", "factor": 2.0}})
 
 
-def test_partial_rotary():
-    # of 64 pairs
-    assert len(read(PUBLISHED["Phi-4-mini"].config).layers[0].attention.rope.inv_freq) == 48
+def test_partial_rotary_factor():
+    # of 64 rotary pairs
+    assert len(parse_config(PUBLISHED["Phi-4-mini"].config).layers[0].attention.rope.inv_freq) == 48
 
 
-def test_gemma3_turns_local_and_global_layers_differently():
-    config = read(PUBLISHED["gemma-3-4b"].config)
+def test_gemma3_local_and_global_layers_have_different_rope():
+    config = parse_config(PUBLISHED["gemma-3-4b"].config)
     local = config.layers[0].attention.rope
     full = config.layers[5].attention.rope
     assert local.inv_freq[64] == pytest.approx(10000**-0.5)
     assert full.inv_freq[64] == pytest.approx(1000000**-0.5 / 8)
     assert config.embed_scale == 2560**0.5
-    assert read(PUBLISHED["gemma-3-27b"].config).layers[0].attention.scale == 168**-0.5
+    assert parse_config(PUBLISHED["gemma-3-27b"].config).layers[0].attention.scale == 168**-0.5
 
 
-def test_olmo3_stretches_global_layers_alone():
-    config = read(PUBLISHED["OLMo-3-7B"].config)
+def test_olmo3_scales_rope_of_global_layers_only():
+    config = parse_config(PUBLISHED["OLMo-3-7B"].config)
     local = config.layers[0].attention.rope
     full = config.layers[3].attention.rope
     assert (local.factor, full.factor) == (1.0, 1.2079441541679836)
@@ -168,8 +170,8 @@ def test_olmo3_stretches_global_layers_alone():
     assert local.inv_freq[0] == full.inv_freq[0]
 
 
-def test_gemma2_caps():
-    config = read(PUBLISHED["gemma-2-9b"].config)
+def test_gemma2_soft_caps():
+    config = parse_config(PUBLISHED["gemma-2-9b"].config)
     assert (config.layers[0].attention.soft_cap, config.final_soft_cap, config.tied) == (
         50.0,
         30.0,
@@ -180,7 +182,15 @@ def test_gemma2_caps():
 @pytest.mark.parametrize(
     ("name", "new"),
     [
-        ("Llama-3.1-8B", {"rope_parameters": {**PUBLISHED["Llama-3.1-8B"].config["rope_scaling"], "rope_theta": 5e5}}),
+        (
+            "Llama-3.1-8B",
+            {
+                "rope_parameters": {
+                    **PUBLISHED["Llama-3.1-8B"].config["rope_scaling"],
+                    "rope_theta": 5e5,
+                }
+            },
+        ),
         ("Qwen3-8B", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}),
         (
             "gemma-3-1b",
@@ -189,7 +199,9 @@ def test_gemma2_caps():
                     "full_attention": {"rope_type": "default", "rope_theta": 1000000},
                     "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
                 },
-                "layer_types": ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(26)],
+                "layer_types": [
+                    "sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(26)
+                ],
                 "_sliding_window_pattern": 6,
             },
         ),
@@ -197,53 +209,67 @@ def test_gemma2_caps():
             "OLMo-3-7B",
             {
                 "rope_parameters": {
-                    "full_attention": {**PUBLISHED["OLMo-3-7B"].config["rope_scaling"], "rope_theta": 500000},
+                    "full_attention": {
+                        **PUBLISHED["OLMo-3-7B"].config["rope_scaling"],
+                        "rope_theta": 500000,
+                    },
                     "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
                 }
             },
         ),
-        ("Phi-4-mini", {"rope_parameters": PUBLISHED["Phi-4-mini"].config["rope_scaling"] | {
-            "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
-        }}),
+        (
+            "Phi-4-mini",
+            {
+                "rope_parameters": PUBLISHED["Phi-4-mini"].config["rope_scaling"]
+                | {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.75,
+                }
+            },
+        ),
     ],
-)  # fmt: skip
-def test_new_rope_parameters_mean_the_same(name, new):
+)
+def test_rope_parameters_of_transformers_5(name, new):
     """transformers 5 rewrites the rope keys; both forms give one config."""
     hf = PUBLISHED[name].config
-    gone = (
+    old_keys = (
         "rope_theta",
         "rope_scaling",
         "rope_local_base_freq",
         "sliding_window_pattern",
         "partial_rotary_factor",
     )
-    assert read({key: value for key, value in hf.items() if key not in gone} | new) == read(hf)
+    assert parse_config(
+        {key: value for key, value in hf.items() if key not in old_keys} | new
+    ) == parse_config(hf)
 
 
-def test_windows_by_layer_types():
+def test_sliding_windows_follow_layer_types():
     hf = PUBLISHED["Qwen2.5-7B"].config
-    slides = {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 21}
-    assert [layer.attention.window for layer in read(hf | slides).layers] == [None] * 21 + [
-        1024
-    ] * 7
+    window_keys = {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 21}
+    assert [layer.attention.window for layer in parse_config(hf | window_keys).layers] == [
+        None
+    ] * 21 + [1024] * 7
     types = ["sliding_attention", "full_attention"] * 14
     assert [
-        layer.attention.window for layer in read(hf | slides | {"layer_types": types}).layers
+        layer.attention.window
+        for layer in parse_config(hf | window_keys | {"layer_types": types}).layers
     ] == [1024, None] * 14
     with pytest.raises(ModelError, match="no sliding_window is in use"):
-        read(hf | {"layer_types": types})
+        parse_config(hf | {"layer_types": types})
     with pytest.raises(ModelError, match="27 entries for 28 layers"):
-        read(hf | slides | {"layer_types": types[1:]})
+        parse_config(hf | window_keys | {"layer_types": types[1:]})
     with pytest.raises(ModelError, match="'chunked_attention' is not supported"):
-        read(hf | slides | {"layer_types": ["chunked_attention"] * 28})
+        parse_config(hf | window_keys | {"layer_types": ["chunked_attention"] * 28})
 
 
-def test_a_missing_window_is_not_a_null_one():
-    """As in transformers: Mistral without the key has a window of 4096, with null it has none."""
+def test_missing_sliding_window_differs_from_null():
+    """As in transformers, Mistral's default window is 4096; null disables it."""
     hf = dict(PUBLISHED["Mistral-7B-v0.3"].config)
-    assert read(hf).layers[0].attention.window is None
+    assert parse_config(hf).layers[0].attention.window is None
     del hf["sliding_window"]
-    assert read(hf).layers[0].attention.window == 4096
+    assert parse_config(hf).layers[0].attention.window == 4096
 
 
 @pytest.mark.parametrize(
@@ -286,13 +312,13 @@ def test_a_missing_window_is_not_a_null_one():
         ("Qwen3-8B", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
 )
-def test_what_is_not_supported_is_named(name, change, message):
+def test_error_names_the_unsupported_option(name, change, message):
     with pytest.raises(ModelError, match=message):
-        read(PUBLISHED[name].config | change)
+        parse_config(PUBLISHED[name].config | change)
 
 
 @pytest.mark.parametrize(
-    ("stored", "plain"),
+    ("stored", "canonical"),
     [
         ("language_model.model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
@@ -300,11 +326,13 @@ def test_what_is_not_supported_is_named(name, change, message):
         ("model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
     ],
 )
-def test_nested_names(stored, plain):
-    assert loader.canonical_name(loader.family_for({"model_type": "gemma3_text"}), stored) == plain
+def test_names_of_nested_text_models(stored, canonical):
+    assert (
+        loader.canonical_name(loader.family_for({"model_type": "gemma3_text"}), stored) == canonical
+    )
 
 
-def test_dtype_of_a_nested_config(tmp_path):
+def test_dtype_of_a_nested_text_config(tmp_path):
     hf = PUBLISHED["gemma-3-4b"].config
     text = hf["text_config"] | {"torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(hf | {"text_config": text}))
@@ -313,10 +341,8 @@ def test_dtype_of_a_nested_config(tmp_path):
     assert loader.read_config(tmp_path, "float32") == replace(config, dtype="float32")
 
 
-def test_interleaved_pairs_give_the_same_scores():
-    """A checkpoint that keeps rotary pairs side by side, turned to halves, against its own
-    rotation.
-    """
+def test_interleaved_rotary_pairs_give_the_same_scores():
+    """Weights reordered from interleaved pairs to halves, against the checkpoint's own rotation."""
     rng = np.random.default_rng(0)
     attention = Attention(
         heads=2, kv_heads=1, head_dim=12, scale=1.0, rope=Rope((1.0, 0.1, 0.01, 0.003)), bias=True
@@ -324,32 +350,35 @@ def test_interleaved_pairs_give_the_same_scores():
     D = 8
     H = 12
     pairs = 4
-    at = np.arange(5) * 7
+    position_ids = np.arange(5) * 7
     sources = common.attention_sources(attention, D, "a", interleaved=True)
-    x_TD = rng.standard_normal((len(at), D))
+    x_TD = rng.standard_normal((len(position_ids), D))
     stored = {}
-    loaded_TGH = np.zeros((len(at), 4, H))
-    for part in (*sources.qkv_DGH.parts, *sources.qkv_bias_GH.parts):
-        tensor = stored[part.name] = rng.standard_normal(part.shape)
-        whole = np.zeros((D, 4, H) if "weight" in part.name else (4, H))
-        whole[part.at] = part.turn(tensor)
-        loaded_TGH += np.einsum("TD,DGH->TGH", x_TD, whole) if "weight" in part.name else whole
+    loaded_TGH = np.zeros((len(position_ids), 4, H))
+    for tensor_source in (*sources.qkv_DGH.parts, *sources.qkv_bias_GH.parts):
+        tensor = stored[tensor_source.name] = rng.standard_normal(tensor_source.shape)
+        leaf = np.zeros((D, 4, H) if "weight" in tensor_source.name else (4, H))
+        leaf[tensor_source.at] = tensor_source.turn(tensor)
+        loaded_TGH += (
+            np.einsum("TD,DGH->TGH", x_TD, leaf) if "weight" in tensor_source.name else leaf
+        )
 
-    phase = np.exp(1j * at[:, None, None] * np.array(attention.rope.inv_freq))
+    phase = np.exp(1j * position_ids[:, None, None] * np.array(attention.rope.inv_freq))
 
     def published(name: str):
         x_TNH = (x_TD @ stored[f"a.{name}_proj.weight"].T + stored[f"a.{name}_proj.bias"]).reshape(
-            len(at), -1, H
+            len(position_ids), -1, H
         )
-        turned = (x_TNH[..., : 2 * pairs : 2] + 1j * x_TNH[..., 1 : 2 * pairs : 2]) * phase
-        return np.concatenate([turned.real, turned.imag, x_TNH[..., 2 * pairs :]], axis=-1)
+        rotated = (x_TNH[..., : 2 * pairs : 2] + 1j * x_TNH[..., 1 : 2 * pairs : 2]) * phase
+        return np.concatenate([rotated.real, rotated.imag, x_TNH[..., 2 * pairs :]], axis=-1)
 
-    cos_sin = angles(at, attention.rope.inv_freq)
+    cos_sin = angles(position_ids, attention.rope.inv_freq)
     q_TNH, k_TKH = (
         np.asarray(rotate(jnp.asarray(x), cos_sin)) for x in (loaded_TGH[:, :2], loaded_TGH[:, 2:3])
     )
     scores, expected = (
-        np.einsum("TNH,JKH->NTJ", *both) for both in ((q_TNH, k_TKH), map(published, "qk"))
+        np.einsum("TNH,JKH->NTJ", *queries_and_keys)
+        for queries_and_keys in ((q_TNH, k_TKH), map(published, "qk"))
     )
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-3)
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""Folders and files that are no model: each is named for what it is, with what to do about it."""
+"""Folders and files that are not models: errors that name the problem and a remedy."""
 
 import json
 
@@ -14,14 +14,14 @@ from quire.tests.support.tokenizer_zoo import ZOO, save
 POINTER = (
     f"version https:{'//'}git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 12345\n"
 )
-BASE = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+ADAPTER_CONFIG = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
 
 
 def load(folder):
     return load_weights(folder, read_config(folder), place=lambda spec, leaf: leaf)
 
 
-def refused(work, *words: str) -> None:
+def assert_rejected(work, *words: str) -> None:
     with pytest.raises(ModelError) as caught:
         work()
     message = str(caught.value)
@@ -33,50 +33,50 @@ def refused(work, *words: str) -> None:
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
 )
-def test_a_pointer_in_place_of_a_file(tmp_path, name):
+def test_git_lfs_pointer_instead_of_a_file(tmp_path, name):
     tiny.write(tmp_path, shards=2 if "index" in name else 1)
     (tmp_path / name).write_text(POINTER)
-    refused(lambda: load(tmp_path), name, "git-lfs pointer", "git lfs pull")
+    assert_rejected(lambda: load(tmp_path), name, "git-lfs pointer", "git lfs pull")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_pointer_in_place_of_a_tokenizer(tmp_path, name):
+def test_git_lfs_pointer_instead_of_a_tokenizer(tmp_path, name):
     save(tmp_path, ZOO["byte_level"]())
     (tmp_path / name).write_text(POINTER)
-    refused(lambda: Tokenizer(tmp_path), name, "git-lfs pointer", "git lfs pull")
+    assert_rejected(lambda: Tokenizer(tmp_path), name, "git-lfs pointer", "git lfs pull")
 
 
-def test_gguf(tmp_path):
+def test_truncated_gguf_file_is_named(tmp_path):
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
-    for given in (file, tmp_path):
-        refused(lambda given=given: load(hub.resolve(str(given))), str(file), "truncated")
+    for path in (file, tmp_path):
+        assert_rejected(lambda path=path: load(hub.resolve(str(path))), str(file), "truncated")
     (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
-    refused(lambda: load(tmp_path), str(file), "truncated")
+    assert_rejected(lambda: load(tmp_path), str(file), "truncated")
 
 
-def test_a_file_in_place_of_its_folder(tmp_path):
+def test_file_instead_of_a_folder_is_rejected(tmp_path):
     tiny.write(tmp_path)
     for name in ("config.json", "model.safetensors"):
-        refused(
+        assert_rejected(
             lambda name=name: hub.resolve(str(tmp_path / name)),
             "is a file and not a folder",
             str(tmp_path),
         )
     (tmp_path / "config.json").rename(tmp_path / "other.json")
-    refused(
+    assert_rejected(
         lambda: hub.resolve(str(tmp_path / "other.json")),
         "give a folder with config.json, or a GGUF file",
     )
 
 
 @pytest.mark.parametrize("config", [False, True])
-def test_an_adapter(tmp_path, config):
-    (tmp_path / "adapter_config.json").write_text(json.dumps(BASE))
+def test_adapter_folder_is_rejected_with_remedies(tmp_path, config):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER_CONFIG))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     if config:
         (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
-    refused(
+    assert_rejected(
         lambda: load(tmp_path),
         "adapter",
         "'LORA'",
@@ -86,33 +86,37 @@ def test_an_adapter(tmp_path, config):
     )
 
 
-def test_an_adapter_beside_a_whole_model(tmp_path):
+def test_adapter_config_beside_a_model_is_ignored(tmp_path):
     tiny.write(tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(BASE))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER_CONFIG))
     load(tmp_path)
 
 
-def test_an_empty_folder(tmp_path):
-    refused(lambda: load(tmp_path), "is empty", "config.json does not exist")
+def test_empty_folder_is_rejected(tmp_path):
+    assert_rejected(lambda: load(tmp_path), "is empty", "config.json does not exist")
 
 
 @pytest.mark.parametrize("config", [False, True])
-def test_weights_of_older_formats_alone(tmp_path, config):
+def test_folder_with_pickled_weights_only_is_rejected(tmp_path, config):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     if config:
         (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
-    refused(lambda: load(tmp_path), "pytorch_model.bin", "safetensors alone", "save_pretrained")
+    assert_rejected(
+        lambda: load(tmp_path), "pytorch_model.bin", "safetensors alone", "save_pretrained"
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "does"),
+    ("name", "message"),
     [
         ("LlamaForTokenClassification", "labels tokens"),
-        ("LlamaForRewardModel", "scores texts"), ("LlamaForProcessRewardModel", "scores texts"),
-        ("LlamaForQuestionAnswering", "finds answers"), ("MistralModel", "makes hidden states"),
+        ("LlamaForRewardModel", "scores texts"),
+        ("LlamaForProcessRewardModel", "scores texts"),
+        ("LlamaForQuestionAnswering", "finds answers"),
+        ("MistralModel", "makes hidden states"),
     ],
-)  # fmt: skip
-def test_heads_that_do_not_generate(tmp_path, name, does):
+)
+def test_unsupported_heads_are_rejected(tmp_path, name, message):
     tiny.write(tmp_path, tiny.LLAMA | {"architectures": [name]})
-    refused(lambda: load(tmp_path), name, does, "not read yet")
+    assert_rejected(lambda: load(tmp_path), name, message, "not read yet")
     read_config(tmp_path, hf_overrides={"architectures": ["LlamaForCausalLM"]})

@@ -1,6 +1,4 @@
-"""What a GGUF file says of a model: written by llama.cpp's rules from config.json, and read
-back.
-"""
+"""Model configs and tensors from GGUF: written by llama.cpp's rules, and read back."""
 
 import dataclasses
 import random
@@ -17,8 +15,8 @@ from quire.tests.support import gguf_written
 from quire.tests.support.cases import cases
 from quire.tests.support.gguf_files import WRITTEN, File, family, shapes_of
 
-# What a file does not say, and what it then means: llama.cpp has these in its code, or not at all.
-LOST: dict[str, dict[str, Any]] = {
+# Config keys that GGUF does not store: llama.cpp hard-codes them or does not support them.
+NOT_IN_GGUF: dict[str, dict[str, Any]] = {
     "deepseek-v3-small": {"rope_interleave": True},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3-text": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6},
@@ -37,100 +35,104 @@ LOST: dict[str, dict[str, Any]] = {
     "qwen3-moe-bias": {"norm_topk_prob": True},
     "qwen3-window": {"use_sliding_window": False, "layer_types": None},
 }
-BY_NAME = pytest.mark.parametrize("name", WRITTEN)
+FOR_EACH_VARIANT = pytest.mark.parametrize("name", WRITTEN)
 
 
 def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All that a configuration holds, by where it stands."""
+    """Yield (path, value) of all fields of a config."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from fields(getattr(value, field.name), f"{path}.{field.name}")
     elif isinstance(value, tuple):
         yield f"{path} length", len(value)
-        for index, each in enumerate(value):
-            yield from fields(each, f"{path}[{index}]")
+        for index, item in enumerate(value):
+            yield from fields(item, f"{path}[{index}]")
     else:
         yield path, value
 
 
-@BY_NAME
-def test_a_file_means_what_its_config_json_meant(name):
+@FOR_EACH_VARIANT
+def test_gguf_config_matches_the_original_config(name):
     file = File(name)
     read = file.config()
-    expected = file.variant.config | LOST.get(name, {})
+    expected = file.variant.config | NOT_IN_GGUF.get(name, {})
     expected = {
         key: value for key, value in expected.items() if (key, value) != ("layer_types", None)
     }
-    found = dict(fields(family(read).config(read, file.variant.max_len)))
-    wanted = dict(fields(family(expected).config(expected, file.variant.max_len)))
-    assert found.keys() == wanted.keys()
-    for path, value in wanted.items():
-        if path not in (".family", ".dtype"):  # some are one machine under several names
-            assert found[path] == (
+    actual = dict(fields(family(read).config(read, file.variant.max_len)))
+    expected_fields = dict(fields(family(expected).config(expected, file.variant.max_len)))
+    assert actual.keys() == expected_fields.keys()
+    for path, value in expected_fields.items():
+        if path not in (".family", ".dtype"):  # several families share one architecture
+            assert actual[path] == (
                 pytest.approx(value, rel=3e-6) if isinstance(value, float) else value
             ), path
 
 
-@BY_NAME
-def test_a_checkpoint_comes_back_to_the_bit(name):
+@FOR_EACH_VARIANT
+def test_tensors_are_restored_exactly(name):
     file = File(name)
     read = file.config()
-    made = origins(file.architecture, file.shapes, read)
-    assert {key: origin.shape for key, origin in made.items()} == {
+    tensor_origins = origins(file.architecture, file.shapes, read)
+    assert {key: origin.shape for key, origin in tensor_origins.items()} == {
         key: tensor.shape for key, tensor in file.checkpoint.items()
     }
-    for key, origin in made.items():
-        back = origin.build(file.tensors.__getitem__)
+    for key, origin in tensor_origins.items():
+        restored = origin.build(file.tensors.__getitem__)
         if origin.transform is None:
-            np.testing.assert_array_equal(back, file.checkpoint[key], err_msg=key)
-        else:  # a norm's scale less one is rounded
-            np.testing.assert_allclose(back, file.checkpoint[key], rtol=0, atol=1e-6, err_msg=key)
+            np.testing.assert_array_equal(restored, file.checkpoint[key], err_msg=key)
+        else:  # subtracting one from a norm's scale rounds
+            np.testing.assert_allclose(
+                restored, file.checkpoint[key], rtol=0, atol=1e-6, err_msg=key
+            )
 
 
-@BY_NAME
-def test_names_are_those_that_the_family_asks_for(name):
+@FOR_EACH_VARIANT
+def test_tensor_names_match_the_family(name):
     file = File(name)
     read = file.config()
-    asked = shapes_of(family(read).config(read, file.variant.max_len))
+    expected_shapes = shapes_of(family(read).config(read, file.variant.max_len))
     assert {
         key: origin.shape for key, origin in origins(file.architecture, file.shapes, read).items()
-    } == asked
+    } == expected_shapes
     canonical = getattr(family(read), "canonical", str)
-    assert all(canonical(key) == key for key in asked)
-    for own in file.shapes:
-        if not own.startswith("rope_"):
-            target = checkpoint_name(file.architecture, own)
+    assert all(canonical(key) == key for key in expected_shapes)
+    for tensor_name in file.shapes:
+        if not tensor_name.startswith("rope_"):
+            target = checkpoint_name(file.architecture, tensor_name)
             assert target is not None
-            assert target.replace("{E}", "0") in asked
+            assert target.replace("{E}", "0") in expected_shapes
 
 
-def test_every_architecture_is_tried():
-    tried = {
+def test_every_architecture_has_a_variant():
+    tested = {
         gguf_written.ARCHITECTURES[variant.config["model_type"]] for variant in WRITTEN.values()
     }
-    # a name for those of its kind without experts
-    assert tried | {"nemotron_h"} == {*ARCHITECTURES}
+    # nemotron_h is the name of the variant without experts
+    assert tested | {"nemotron_h"} == {*ARCHITECTURES}
 
 
-def test_queries_and_keys_fused_and_experts_fused_come_apart():
+def test_fused_qkv_and_experts_are_split():
     file = File("mixtral")
     config = file.config()
     tensors = dict(file.tensors)
     for layer in range(config["num_hidden_layers"]):
-        parts = [tensors.pop(f"blk.{layer}.attn_{x}.weight") for x in "qkv"]
-        tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
-        parts = [tensors.pop(f"blk.{layer}.ffn_{x}_exps.weight") for x in ("gate", "up")]
-        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
-    made = origins("llama", {name: tensor.shape for name, tensor in tensors.items()}, config)
-    assert made.keys() == file.checkpoint.keys()
-    for name, origin in made.items():
+        matrices = [tensors.pop(f"blk.{layer}.attn_{x}.weight") for x in "qkv"]
+        tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(matrices)
+        matrices = [tensors.pop(f"blk.{layer}.ffn_{x}_exps.weight") for x in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(matrices, axis=1)
+    tensor_origins = origins(
+        "llama", {name: tensor.shape for name, tensor in tensors.items()}, config
+    )
+    assert tensor_origins.keys() == file.checkpoint.keys()
+    for name, origin in tensor_origins.items():
         assert origin.transform is None
         np.testing.assert_array_equal(
             origin.build(tensors.__getitem__), file.checkpoint[name], err_msg=name
         )
 
 
-def test_heads_are_put_apart_as_llama_cpp_laid_them_side_by_side():
+def test_llama_cpp_rotary_permutation_is_undone():
     rows = np.arange(3 * 8)
     np.testing.assert_array_equal(gguf_written.permuted(rows, 3)[unpaired_rows(3, 8)], rows)
     change = tensor_change(
@@ -141,9 +143,9 @@ def test_heads_are_put_apart_as_llama_cpp_laid_them_side_by_side():
     assert tensor_change("qwen2", "blk.0.attn_q.weight", {}).rows is None
 
 
-def test_llama3_scaling_is_recovered_or_kept_frequency_by_frequency():
+def test_llama3_rope_scaling_is_recovered_from_rope_freqs():
     file = File("llama-llama3")
-    # a length that no published model has
+    # an original length that no published model has
     assert file.config()["rope_scaling"]["rope_type"] == "longrope"
     hf = file.variant.config | {"rope_theta": 500000.0}
     for low, high, length, factor in ((1.0, 4.0, 8192, 8.0), (1.0, 4.0, 8192, 32.0)):
@@ -158,19 +160,19 @@ def test_llama3_scaling_is_recovered_or_kept_frequency_by_frequency():
         assert file.config(**{"rope.freq_base": 500000.0})["rope_scaling"] == scaling
 
 
-def test_rotary_share_is_not_rounded_down():
+def test_partial_rotary_factor_is_not_rounded_down():
     file = File("glm4")
     for head in range(2, 257, 2):
-        for turned in range(2, head + 1, 2):
+        for rotary_dim in range(2, head + 1, 2):
             sizes = {
                 "attention.key_length": head,
                 "attention.value_length": head,
-                "rope.dimension_count": turned,
+                "rope.dimension_count": rotary_dim,
             }
             share = (
                 file.config(**sizes).get("partial_rotary_factor", 1.0) if head % 30 == 0 else None
             )
-            assert share is None or int(head * share) == turned
+            assert share is None or int(head * share) == rotary_dim
 
 
 @pytest.mark.parametrize(
@@ -206,19 +208,19 @@ def test_rotary_share_is_not_rounded_down():
         ("mamba2", {"ssm.inner_size": 129}, "it must be a multiple of 8 heads"),
     ],
 )
-def test_what_is_wrong_is_named(name, change, message):
+def test_error_names_the_invalid_key(name, change, message):
     with pytest.raises(ModelError, match=message):
         File(name).config(**change)
 
 
-def test_an_architecture_that_is_not_known_names_those_that_are():
+def test_error_lists_the_supported_architectures():
     with pytest.raises(ModelError, match="'mamba'.*llama.*smollm3"):
         hf_config({"general.architecture": "mamba"}, {})
     with pytest.raises(ModelError, match="general.architecture is missing"):
         hf_config({}, {})
 
 
-def test_tensors_that_do_not_belong_or_do_not_fit_are_named():
+def test_unknown_missing_and_misshapen_tensors_are_rejected():
     file = File("llama")
     config = file.config()
     with pytest.raises(ModelError, match=r"blk.0.attn_extra.weight is not known in llama models"):
@@ -227,19 +229,22 @@ def test_tensors_that_do_not_belong_or_do_not_fit_are_named():
         ModelError, match=r"blk.0.attn_q.weight has shape \(3, 64\); it must have 64 rows"
     ):
         origins("llama", file.shapes | {"blk.0.attn_q.weight": (3, 64)}, config)
-    ahead = file.shapes | {"blk.3.attn_norm.weight": (64,), "blk.0.attn_rot_embd.weight": (8,)}
-    assert origins("llama", ahead, config).keys() == file.checkpoint.keys()
+    with_ignored = file.shapes | {
+        "blk.3.attn_norm.weight": (64,),
+        "blk.0.attn_rot_embd.weight": (8,),
+    }
+    assert origins("llama", with_ignored, config).keys() == file.checkpoint.keys()
     file = File("granite-moe-shared")
-    without = {
+    incomplete = {
         name: shape for name, shape in file.shapes.items() if name != "blk.1.ffn_up_shexp.weight"
     }
     with pytest.raises(
         ModelError, match="needs a tensor for up in addition to blk.1.ffn_gate_shexp.weight"
     ):
-        origins("granitemoe", without, file.config())
+        origins("granitemoe", incomplete, file.config())
 
 
-def test_a_bias_that_only_some_layers_have_is_refused():
+def test_inconsistent_biases_are_rejected():
     file = File("llama-biases")
     del file.shapes["blk.1.attn_q.bias"]
     with pytest.raises(ModelError, match=r"layer 1 has no tensor attn_q.bias, which others have"):
@@ -280,10 +285,8 @@ JUNK = [
 ]
 
 
-def test_a_spoilt_file_is_a_model_error_or_a_model():
-    """Nothing else is raised, and nothing takes long, whatever stands under a key and whichever
-    tensors there are.
-    """
+def test_random_metadata_gives_a_config_or_model_error():
+    """With random values of keys and random shapes of tensors."""
     rng = random.Random(11)
     files = {name: File(name) for name in WRITTEN}
     for _ in range(cases(4000, least=400)):

@@ -1,4 +1,4 @@
-"""Blocks of GGUF's types against the format's own package, bit for bit."""
+"""GGUF block types against the gguf package, bit for bit."""
 
 import gguf
 import numpy as np
@@ -11,7 +11,7 @@ from quire.tests.support import tiny_gguf
 from quire.tests.support.cases import cases
 
 NOT_READ = {"Q8_1", "Q8_K"}
-HALVES = {  # where blocks have float16 scales
+HALVES = {  # byte offsets of float16 scales in a block
     "Q4_0": [0],
     "Q4_1": [0, 2],
     "Q5_0": [0],
@@ -53,14 +53,14 @@ FIELDS = {  # types with codes and scales: bits of a code, elements that share a
     "TQ2_0": (2, 256),
     "Q1_0": (1, 128),
 }
-# whose scales are whole numbers times a float16
-LEVELED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+# types with integer scales times a float16 super-scale
+TWO_LEVEL = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
 QUANTISED = [kind for kind in TYPES.values() if not kind.is_plain]
-by_name = pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+for_each_kind = pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 
 
 def random_blocks(kind, count: int, seed: int = 0) -> np.ndarray:
-    """Any bytes, but no scale that is infinite or no number; some scales are 0 or -0."""
+    """Random bytes with finite scales, some of them 0 or -0."""
     rng = np.random.default_rng([kind.number, seed])
     blocks = rng.integers(0, 256, (count, kind.nbytes), np.uint8)
     blocks[0], blocks[1] = 0, 255
@@ -81,37 +81,39 @@ def reference(kind, blocks: np.ndarray) -> np.ndarray:
     return tiny_gguf.decoded(blocks, gguf.GGMLQuantizationType(kind.number))
 
 
-def bits(values: np.ndarray) -> np.ndarray:
+def float_bits(values: np.ndarray) -> np.ndarray:
     assert values.dtype == np.float32
     return values.view(np.uint32)
 
 
-def test_the_table_is_the_formats():
-    theirs = {kind.value: (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
-    ours = {number: (kind.name, kind.elements, kind.nbytes) for number, kind in TYPES.items()}
-    assert ours.items() <= theirs.items()
-    # These are of sums under way. Others came after them.
+def test_type_table_matches_the_gguf_package():
+    package_types = {kind.value: (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    types = {number: (kind.name, kind.elements, kind.nbytes) for number, kind in TYPES.items()}
+    assert types.items() <= package_types.items()
+    # Types of intermediate sums; numbers above 41 are newer types.
     assert {
-        name for number, (name, *_) in theirs.items() if number not in ours and number <= 41
+        name for number, (name, *_) in package_types.items() if number not in types and number <= 41
     } == NOT_READ
     assert all(number == kind.number for number, kind in TYPES.items())
 
 
 @pytest.mark.random
-@by_name
-def test_decode(kind):
+@for_each_kind
+def test_decode_matches_the_gguf_package(kind):
     for seed in range(cases(20, least=2)):
         blocks = random_blocks(kind, 500, seed)
         expected = reference(kind, blocks)
         assert np.isfinite(expected).all()
-        np.testing.assert_array_equal(bits(kind.decode(blocks)), bits(expected))
-        np.testing.assert_array_equal(bits(kind.decode(blocks[7:8])), bits(expected[7:8]))
+        np.testing.assert_array_equal(float_bits(kind.decode(blocks)), float_bits(expected))
+        np.testing.assert_array_equal(
+            float_bits(kind.decode(blocks[7:8])), float_bits(expected[7:8])
+        )
     assert kind.decode(random_blocks(kind, 2)[:0]).shape == (0, kind.elements)
 
 
-@by_name
-def test_scales_that_are_no_numbers(kind):
-    """They give what they give, without a warning; a bit's sign of one that is infinite is lost."""
+@for_each_kind
+def test_non_finite_scales_decode_as_in_the_gguf_package(kind):
+    """Without a warning; Q1_0 loses the sign of infinities."""
     blocks = np.random.default_rng(kind.number).integers(0, 256, (2000, kind.nbytes), np.uint8)
     for at in HALVES.get(kind.name, []):
         blocks[:, at + 1] |= 0x7C
@@ -125,17 +127,17 @@ def test_scales_that_are_no_numbers(kind):
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
-def test_plain_floats(name):
+def test_plain_float_types_decode(name):
     kind = next(kind for kind in TYPES.values() if kind.name == name)
     values = np.random.default_rng(0).standard_normal((100, 1)).astype(kind.dtype)
     decoded = kind.decode(values.view(np.uint8))
     assert decoded.dtype == kind.dtype
     np.testing.assert_array_equal(
-        bits(decoded.astype(np.float32)), bits(reference(kind, values.view(np.uint8)))
+        float_bits(decoded.astype(np.float32)), float_bits(reference(kind, values.view(np.uint8)))
     )
 
 
-def test_which_have_fields():
+def test_types_with_fields():
     assert {kind.name for kind in TYPES.values() if kind.has_scales} == FIELDS.keys()
 
 
@@ -143,15 +145,15 @@ def test_which_have_fields():
 @pytest.mark.parametrize(
     "kind", [kind for kind in QUANTISED if kind.has_scales], ids=lambda kind: kind.name
 )
-def test_fields(kind):
-    """What their docstring says, done by hand, is what the format's package decodes."""
+def test_fields_reproduce_the_decoded_values(kind):
+    """Values computed from the documented fields equal the package's."""
     width, group = FIELDS[kind.name]
     for seed in range(cases(20, least=2)):
         blocks = random_blocks(kind, 300, seed)
         fields = kind.fields(blocks)
         assert (fields.codes.dtype, fields.codes.shape) == (np.uint8, (300, kind.elements))
-        leveled = kind.name in LEVELED
-        dtype = np.int8 if leveled else np.float32
+        is_two_level = kind.name in TWO_LEVEL
+        dtype = np.int8 if is_two_level else np.float32
         assert (fields.scale.dtype, fields.scale.shape) == (dtype, (300, kind.elements // group))
         assert fields.group == group
         assert fields.codes.max() < 1 << width
@@ -167,26 +169,37 @@ def test_fields(kind):
         )
         scale = fields.scale
         least = fields.least
-        above = (fields.super_scale, fields.super_least)
-        assert [one is not None for one in above] == [leveled, leveled and least is not None]
-        assert all(one is None or (one.dtype, one.shape) == (np.float16, (300, 1)) for one in above)
-        if leveled:
-            scale = scale.astype(np.float32) * above[0].astype(np.float32)
+        super_scales = (fields.super_scale, fields.super_least)
+        assert [super_scale is not None for super_scale in super_scales] == [
+            is_two_level,
+            is_two_level and least is not None,
+        ]
+        assert all(
+            super_scale is None or (super_scale.dtype, super_scale.shape) == (np.float16, (300, 1))
+            for super_scale in super_scales
+        )
+        if is_two_level:
+            scale = scale.astype(np.float32) * super_scales[0].astype(np.float32)
         values = levels * np.repeat(scale, group, axis=1)
         if least is not None:
             assert (least.dtype, least.shape) == (dtype, scale.shape)
-            least = least.astype(np.float32) * above[1].astype(np.float32) if leveled else least
+            least = (
+                least.astype(np.float32) * super_scales[1].astype(np.float32)
+                if is_two_level
+                else least
+            )
             values = values - np.repeat(least, group, axis=1)
-        np.testing.assert_array_equal(bits(values), bits(reference(kind, blocks)))
-        np.testing.assert_array_equal(bits(values), bits(fields.values()))
-        np.testing.assert_array_equal(bits(values), bits(kind.decode(blocks)))
+        np.testing.assert_array_equal(float_bits(values), float_bits(reference(kind, blocks)))
+        np.testing.assert_array_equal(float_bits(values), float_bits(fields.values()))
+        np.testing.assert_array_equal(float_bits(values), float_bits(kind.decode(blocks)))
 
 
 @pytest.mark.parametrize("name", ["IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"])
-def test_codebooks(name):
-    """All rows, which random blocks need not meet."""
-    theirs = getattr(quants, name)
-    theirs.init_grid()
+def test_codebooks_match_the_gguf_package(name):
+    """All entries, as random blocks may not use each one."""
+    package_type = getattr(quants, name)
+    package_type.init_grid()
     np.testing.assert_array_equal(
-        codebook("IQ1" if name == "IQ1_S" else name), theirs.grid.reshape(theirs.grid_shape)
+        codebook("IQ1" if name == "IQ1_S" else name),
+        package_type.grid.reshape(package_type.grid_shape),
     )

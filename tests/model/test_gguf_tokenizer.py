@@ -1,6 +1,4 @@
-"""Tokenizers of GGUF files against those that they were written from, and against llama.cpp's own
-way to merge.
-"""
+"""Tokenizers of GGUF files against the original tokenizers and llama.cpp's merge algorithm."""
 
 import json
 import random
@@ -15,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from quire.model.config import ModelError
 from quire.model.gguf.pre_tokenizers import RULES
 from quire.model.gguf.tokenizer import load_tokenizer, tokenizer_files
-from quire.model.text.tokenizer import Tokenizer as Folder
+from quire.model.text.tokenizer import Tokenizer as FolderTokenizer
 from quire.tests.support.cases import cases
 from quire.tests.support.tokenizer_zoo import (
     CORPUS,
@@ -64,7 +62,7 @@ NASTY = [
     "$100 + 5% = ~7 ^2 | `x`",
     ("'S 'T 'LL 'd"),
 ]
-SMALL = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CAPITAL = (
@@ -74,15 +72,15 @@ CAPITAL = (
 )
 BYTES = pre_tokenizers.ByteLevel(False)
 DIGITS = pre_tokenizers.Digits(True)
-# As tokenizer.json of a model of each kind has it.
+# pre_tokenizer of a published model's tokenizer.json, by GGUF name
 PUBLISHED: dict[str, list[Any]] = {
-    "llama-bpe": [rf"{SMALL}|{WORD}|\p{{N}}{{1,3}}{REST}"],
-    "qwen2": [rf"{SMALL}|{WORD}|\p{{N}}{REST}"],
+    "llama-bpe": [rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}{REST}"],
+    "qwen2": [rf"{CONTRACTIONS}|{WORD}|\p{{N}}{REST}"],
     "qwen35": [
-        rf"{SMALL}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
-    "gpt-4o": [CAPITAL.replace("END", f"{SMALL}?").replace("DIGITS", "{1,3}")],
+    "gpt-4o": [CAPITAL.replace("END", f"{CONTRACTIONS}?").replace("DIGITS", "{1,3}")],
     "tekken": [CAPITAL.replace("END", "").replace("DIGITS", "")],
     "deepseek-v3": [
         r"\p{N}{1,3}",
@@ -92,18 +90,18 @@ PUBLISHED: dict[str, list[Any]] = {
     ],
     "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS],
     "seed-coder": [
-        rf"{SMALL}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
     "bailingmoe": [
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
         r"|\s*[\r\n]|\s+(?!\S)|\s+"
     ],
     "exaone-moe": [
-        rf"{SMALL}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
     ],
     "jais-2": [
-        rf"{SMALL}|{WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+        rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
         r"|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)"
         r"|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
     ],
@@ -119,16 +117,20 @@ PUBLISHED: dict[str, list[Any]] = {
 }
 
 
-def published(name: str) -> Tokenizer:
-    """A small tokenizer that cuts texts as models with this name do."""
+def small_tokenizer(name: str) -> Tokenizer:
+    """A small tokenizer with the pre-tokenizer of a published model."""
     core = Tokenizer(models.BPE())
-    parts = [
-        part if not isinstance(part, str) else pre_tokenizers.Split(Regex(part), "isolated")
-        for part in PUBLISHED[name]
+    steps = [
+        step if not isinstance(step, str) else pre_tokenizers.Split(Regex(step), "isolated")
+        for step in PUBLISHED[name]
     ]
-    whole = any(isinstance(part, pre_tokenizers.ByteLevel) for part in parts)
-    parts += [] if whole else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    core.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    has_byte_level = any(isinstance(step, pre_tokenizers.ByteLevel) for step in steps)
+    steps += (
+        []
+        if has_byte_level
+        else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
@@ -141,8 +143,8 @@ def published(name: str) -> Tokenizer:
     return core
 
 
-def written(core: Tokenizer, **keys: Any) -> dict[str, Any]:
-    """The metadata that llama.cpp's converter makes of a byte-level tokenizer."""
+def byte_level_metadata(core: Tokenizer, **keys: Any) -> dict[str, Any]:
+    """Metadata as llama.cpp's converter writes it for a byte-level tokenizer."""
     ids = core.get_vocab(with_added_tokens=True)
     added = core.get_added_tokens_decoder()
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
@@ -159,21 +161,21 @@ def written(core: Tokenizer, **keys: Any) -> dict[str, Any]:
     } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
-def texts(seed: int, number: int = 300) -> list[str]:
+def sample_texts(seed: int, number: int = 300) -> list[str]:
     rng = random.Random(seed)
-    mixed = [
+    random_texts = [
         "".join(rng.choices("ab AB1234'\n\t.,/!_<s>日한é🙂ा", k=rng.randint(1, 40)))
         for _ in range(cases(number))
     ]
-    return NASTY + mixed + [random_text(rng) for _ in range(cases(number))]
+    return NASTY + random_texts + [random_text(rng) for _ in range(cases(number))]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_bytes_are_merged_as_in_the_model_s_own_tokenizer(name):
-    core = published(name)
+def test_byte_level_bpe_matches_the_original_tokenizer(name):
+    core = small_tokenizer(name)
     core.model.ignore_merges = RULES[name].whole_words
-    read = load_tokenizer(written(core, pre=name))
-    for text in texts(1):
+    read = load_tokenizer(byte_level_metadata(core, pre=name))
+    for text in sample_texts(1):
         ids = core.encode(text, add_special_tokens=False).ids
         assert read.encode(text, add_special_tokens=False).ids == ids, repr(text)
         assert read.decode(ids, skip_special_tokens=False) == core.decode(
@@ -181,11 +183,11 @@ def test_bytes_are_merged_as_in_the_model_s_own_tokenizer(name):
         )
 
 
-def test_every_rule_cuts_without_a_loss():
-    """What is cut is put together again, and nothing hangs on long texts of one kind."""
+def test_every_pre_tokenizer_round_trips_long_texts():
+    """Also in bounded time for long texts of one kind of character."""
     core = byte_level()
     for name in RULES:
-        read = load_tokenizer(written(core, pre=name))
+        read = load_tokenizer(byte_level_metadata(core, pre=name))
         for text in [
             *NASTY,
             "1" * 3000,
@@ -195,15 +197,15 @@ def test_every_rule_cuts_without_a_loss():
             "日" * 1000,
             "A" * 3000,
         ]:
-            found = read.encode(text, add_special_tokens=False).ids
-            assert read.decode(found, skip_special_tokens=False) == text, (name, text)
+            ids = read.encode(text, add_special_tokens=False).ids
+            assert read.decode(ids, skip_special_tokens=False) == text, (name, text)
 
 
-def test_numbers_are_cut_as_the_rules_say():
+def test_pre_tokenizers_split_numbers():
     def pieces(name: str, text: str) -> list[str]:
-        cut = load_tokenizer(written(byte_level(), pre=name)).pre_tokenizer
-        assert cut is not None
-        return [piece for piece, _ in cut.pre_tokenize_str(text)]
+        pre_tokenizer = load_tokenizer(byte_level_metadata(byte_level(), pre=name)).pre_tokenizer
+        assert pre_tokenizer is not None
+        return [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
 
     assert pieces("qwen2", "a12345") == ["a", "1", "2", "3", "4", "5"]
     assert pieces("llama-bpe", "a12345") == ["a", "123", "45"]
@@ -214,8 +216,8 @@ def test_numbers_are_cut_as_the_rules_say():
     assert pieces("gpt-2", "a12345") == ["a", "12345"]
 
 
-def scored(pieces: dict[str, float], **keys: Any) -> dict[str, Any]:
-    """The metadata of SentencePiece's BPE with these pieces, after the bytes."""
+def sentencepiece_metadata(pieces: dict[str, float], **keys: Any) -> dict[str, Any]:
+    """Metadata of SentencePiece BPE with the byte tokens and these pieces."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     return {
         "tokenizer.ggml.model": "llama",
@@ -234,21 +236,19 @@ def scored(pieces: dict[str, float], **keys: Any) -> dict[str, Any]:
     } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
-def merged(text: str, pieces: dict[str, float], first: int = 259) -> list[int]:
-    """llama.cpp's way: of all neighbours the two whose token has the best score, of several the
-    leftmost.
-    """
+def merge_by_score(text: str, pieces: dict[str, float], first: int = 259) -> list[int]:
+    """llama.cpp's algorithm: merge the leftmost neighbours whose token has the best score."""
     ids = {piece: first + number for number, piece in enumerate(pieces)}
     symbols = list(text)
     while True:
-        found = [
+        candidates = [
             (-pieces[a + b], i)
             for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
             if a + b in pieces
         ]
-        if not found:
+        if not candidates:
             break
-        _, at = min(found)
+        _, at = min(candidates)
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
     return [
         i for s in symbols for i in ([ids[s]] if s in ids else [3 + byte for byte in s.encode()])
@@ -256,7 +256,7 @@ def merged(text: str, pieces: dict[str, float], first: int = 259) -> list[int]:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_pieces_are_merged_by_score_as_llama_cpp_does(prefix):
+def test_sentencepiece_merges_match_llama_cpp(prefix):
     rng = random.Random(7)
     for round_ in range(cases(60, least=6)):
         letters = "ab▁" if round_ % 2 else "abcdefgh▁é日"
@@ -264,17 +264,17 @@ def test_pieces_are_merged_by_score_as_llama_cpp_does(prefix):
         for _ in range(rng.randint(5, 60)):
             piece = rng.choice([*pieces]) + rng.choice([*pieces])
             if len(piece) <= 9:
-                pieces.setdefault(piece, -float(len(pieces)))  # those that came first are best
-        read = load_tokenizer(scored(pieces, add_space_prefix=prefix))
+                pieces.setdefault(piece, -float(len(pieces)))  # earlier pieces have better scores
+        read = load_tokenizer(sentencepiece_metadata(pieces, add_space_prefix=prefix))
         for _ in range(40):
             text = "".join(rng.choices(letters.replace("▁", " ") + "x🙂\n", k=rng.randint(1, 30)))
-            wanted = merged(("▁" if prefix else "") + text.replace(" ", "▁"), pieces)
-            assert read.encode(text, add_special_tokens=False).ids == wanted, (text, pieces)
+            expected = merge_by_score(("▁" if prefix else "") + text.replace(" ", "▁"), pieces)
+            assert read.encode(text, add_special_tokens=False).ids == expected, (text, pieces)
 
 
 @pytest.mark.parametrize("strip", [True, False])
-def test_sentence_pieces_come_back(strip):
-    """A tokenizer whose merges are ranks is the same by scores."""
+def test_sentencepiece_tokenizer_matches_the_original(strip):
+    """Scores are the negative ranks of the original's merges."""
     core = byte_fallback(strip)
     model = json.loads(core.to_str())["model"]
     order = {
@@ -297,13 +297,13 @@ def test_sentence_pieces_come_back(strip):
             "tokenizer.ggml.bos_token_id": 1,
         }
     )
-    for text in texts(2):
+    for text in sample_texts(2):
         ids = core.encode(text)
         assert read.encode(text).ids == ids.ids, repr(text)
         assert read.decode(ids.ids) == core.decode(ids.ids)
 
 
-def test_gemma4_has_its_merges_listed():
+def test_gemma4_merges_are_read():
     pieces = ["a", "b", "▁", "ab", "▁ab", "\n", "\n\n"]
     tokens = [
         "<pad>",
@@ -326,23 +326,28 @@ def test_gemma4_has_its_merges_listed():
     assert read.encode("ab ab\n\nc").tokens == ["<bos>", "ab", "▁ab", "\n\n", "<0x63>"]
 
 
-def folder(path: Path, metadata: dict[str, Any]) -> Folder:
+def write_folder(path: Path, metadata: dict[str, Any]) -> FolderTokenizer:
     for name, text in tokenizer_files(metadata).items():
         (path / name).write_text(text, encoding="utf-8")
-    return Folder(path)
+    return FolderTokenizer(path)
 
 
-def test_the_files_are_those_of_a_folder(tmp_path):
+def test_tokenizer_files_load_as_a_folder(tmp_path):
     core = byte_level()
     ids = core.get_vocab()
-    read = folder(
+    read = write_folder(
         tmp_path,
-        written(core, pre="llama-bpe", bos_token_id=ids["<s>"], eos_token_id=ids["<|turn|>"])
+        byte_level_metadata(
+            core, pre="llama-bpe", bos_token_id=ids["<s>"], eos_token_id=ids["<|turn|>"]
+        )
         | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"},
     )
     assert read.encode("a") == [ids["<s>"], *read.encode("a", add_special_tokens=False)]
     assert read.bos_token_id == ids["<s>"]
-    assert read.eos_token_ids == {ids["<|turn|>"], ids["</s>"]}  # the second by its name
+    assert read.eos_token_ids == {
+        ids["<|turn|>"],
+        ids["</s>"],
+    }  # the second is recognised by its name
     assert read.special_ids == {ids[token] for token in SPECIAL}
     assert read.apply_chat_template([{"role": "user", "content": "hi"}]) == "<s>hi"
     assert read.vocab_size == len(ids)
@@ -352,45 +357,53 @@ def test_the_files_are_those_of_a_folder(tmp_path):
     ("keys", "generation"),
     [
         ({}, {}),
-        ({"temp": np.float32(0.7), "top_k": 20, "top_p": np.float32(0.95), "min_p": 0.0},
-         {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.0}),
-        ({"penalty_repeat": np.float32(1.1), "penalty_last_n": 64},
-         {"repetition_penalty": 1.1, "repetition_penalty_last_n": 64}),
+        (
+            {"temp": np.float32(0.7), "top_k": 20, "top_p": np.float32(0.95), "min_p": 0.0},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.0},
+        ),
+        (
+            {"penalty_repeat": np.float32(1.1), "penalty_last_n": 64},
+            {"repetition_penalty": 1.1, "repetition_penalty_last_n": 64},
+        ),
         ({"penalty_repeat": np.float32(1.1), "penalty_last_n": 0}, {}),
         ({"penalty_repeat": 1.0, "penalty_last_n": 64}, {}),
-        ({"mirostat": 2, "xtc_probability": 0.5, "sequence": "kpt"},
-         {"mirostat": 2, "xtc_probability": 0.5, "sampler_sequence": "kpt"}),
+        (
+            {"mirostat": 2, "xtc_probability": 0.5, "sequence": "kpt"},
+            {"mirostat": 2, "xtc_probability": 0.5, "sampler_sequence": "kpt"},
+        ),
     ],
-)  # fmt: skip
-def test_recommended_sampling_of_a_file(keys, generation):
-    metadata = written(byte_level(), pre="gpt-2") | {
+)
+def test_recommended_sampling_becomes_generation_config(keys, generation):
+    metadata = byte_level_metadata(byte_level(), pre="gpt-2") | {
         f"general.sampling.{key}": value for key, value in keys.items()
     }
-    found = json.loads(tokenizer_files(metadata)["generation_config.json"])
+    generation_config = json.loads(tokenizer_files(metadata)["generation_config.json"])
     assert {
-        name: value for name, value in found.items() if not name.endswith("_token_id")
+        name: value for name, value in generation_config.items() if not name.endswith("_token_id")
     } == generation
 
 
-def test_recommended_sampling_of_a_wrong_kind_is_named():
+def test_wrong_type_of_recommended_sampling_is_rejected():
     with pytest.raises(ModelError, match="general.sampling.temp = 'hot'; it must be a number"):
-        tokenizer_files(written(byte_level(), pre="gpt-2") | {"general.sampling.temp": "hot"})
+        tokenizer_files(
+            byte_level_metadata(byte_level(), pre="gpt-2") | {"general.sampling.temp": "hot"}
+        )
 
 
-def test_templates_by_name(tmp_path):
+def test_named_chat_templates(tmp_path):
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use"]}
     metadata = (
-        written(byte_level(), pre="gpt-2")
+        byte_level_metadata(byte_level(), pre="gpt-2")
         | templates
         | {"tokenizer.chat_template.tool_use": "tools"}
     )
-    read = folder(tmp_path, metadata)
+    read = write_folder(tmp_path, metadata)
     assert read.template_for([]) == "plain"
     assert read.template_for([1]) == "tools"
 
 
 @pytest.mark.parametrize(
-    ("keys", "ends"),
+    ("keys", "special_tokens"),
     [
         ({}, ([], [])),
         ({"add_bos_token": True, "bos_token_id": 0}, (["<s>"], [])),
@@ -401,23 +414,25 @@ def test_templates_by_name(tmp_path):
         ),
     ],
 )
-def test_what_is_added_to_a_text(keys, ends):
-    first, last = ends
-    read = load_tokenizer(written(byte_level(), pre="qwen2", **keys))
-    assert read.encode("a").tokens == [*first, "a", *last]
-    assert read.encode("a", "b").tokens == [*first, "a", *last, *first, "b", *last]
+def test_bos_and_eos_are_added(keys, special_tokens):
+    prefix, suffix = special_tokens
+    read = load_tokenizer(byte_level_metadata(byte_level(), pre="qwen2", **keys))
+    assert read.encode("a").tokens == [*prefix, "a", *suffix]
+    assert read.encode("a", "b").tokens == [*prefix, "a", *suffix, *prefix, "b", *suffix]
 
 
-def test_the_end_of_a_message_is_not_the_end_of_an_answer(tmp_path):
+def test_end_of_message_token_is_not_eos(tmp_path):
     core = byte_level()
     core.add_special_tokens(["<|end|>", "<|return|>", "<|call|>"])
     ids = core.get_vocab(with_added_tokens=True)
-    read = folder(tmp_path, written(core, pre="gpt-4o", eos_token_id=ids["<|return|>"]))
+    read = write_folder(
+        tmp_path, byte_level_metadata(core, pre="gpt-4o", eos_token_id=ids["<|return|>"])
+    )
     assert read.eos_token_ids == {ids["<|return|>"], ids["<|call|>"], ids["</s>"]}
 
 
-def test_padding_of_a_vocabulary_is_no_token():
-    metadata = written(byte_level(), pre="qwen2")
+def test_padding_tokens_are_dropped_from_the_vocabulary():
+    metadata = byte_level_metadata(byte_level(), pre="qwen2")
     size = len(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.tokens"] += ["[PAD1]", "[PAD1]", ""]
     metadata["tokenizer.ggml.token_type"] += [UNUSED, UNUSED, NORMAL]
@@ -426,12 +441,12 @@ def test_padding_of_a_vocabulary_is_no_token():
     assert read.id_to_token(size) is None
 
 
-def test_numpy_arrays_are_lists():
-    metadata = scored({"a": -1.0, "b": -2.0, "ab": -3.0, "▁": -4.0})
-    usual = load_tokenizer(metadata)
+def test_numpy_arrays_in_metadata():
+    metadata = sentencepiece_metadata({"a": -1.0, "b": -2.0, "ab": -3.0, "▁": -4.0})
+    expected = load_tokenizer(metadata)
     metadata["tokenizer.ggml.scores"] = np.float32(metadata["tokenizer.ggml.scores"])
     metadata["tokenizer.ggml.token_type"] = np.int32(metadata["tokenizer.ggml.token_type"])
-    assert load_tokenizer(metadata).encode("ab a").ids == usual.encode("ab a").ids
+    assert load_tokenizer(metadata).encode("ab a").ids == expected.encode("ab a").ids
 
 
 @pytest.mark.parametrize(
@@ -464,8 +479,8 @@ def test_numpy_arrays_are_lists():
         ({"add_bos_token": 1}, "add_bos_token = 1; it must be true or false"),
     ],
 )
-def test_what_is_wrong_is_named(change, message):
-    metadata = written(byte_level(), pre="qwen2") | {
+def test_error_names_the_invalid_key(change, message):
+    metadata = byte_level_metadata(byte_level(), pre="qwen2") | {
         f"tokenizer.ggml.{key}": value for key, value in change.items()
     }
     with pytest.raises(ModelError, match=re.escape(message)):
@@ -487,17 +502,18 @@ def test_what_is_wrong_is_named(change, message):
         ),
     ],
 )
-def test_what_is_wrong_with_pieces_is_named(change, message):
+def test_error_names_the_invalid_sentencepiece_key(change, message):
     with pytest.raises(ModelError, match=re.escape(message)):
         tokenizer_files(
-            scored({"a": 0.0}) | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+            sentencepiece_metadata({"a": 0.0})
+            | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
         )
 
 
-def test_work_on_long_pieces_is_bounded():
+def test_too_long_tokens_are_rejected():
     pieces = {"a" * 4000 + str(number): 0.0 for number in range(100)}
     with pytest.raises(ModelError, match="the tokens are too long to find their merges"):
-        tokenizer_files(scored(pieces))
+        tokenizer_files(sentencepiece_metadata(pieces))
 
 
 JUNK = [
@@ -521,10 +537,10 @@ JUNK = [
 ]
 
 
-def test_a_spoilt_tokenizer_is_a_model_error_or_a_tokenizer():
+def test_random_metadata_gives_a_tokenizer_or_model_error():
     rng = random.Random(5)
-    whole = [
-        written(
+    valid_metadata = [
+        byte_level_metadata(
             byte_level(),
             pre="qwen2",
             bos_token_id=0,
@@ -532,7 +548,7 @@ def test_a_spoilt_tokenizer_is_a_model_error_or_a_tokenizer():
             add_bos_token=True,
             eot_token_id=2,
         ),
-        scored(
+        sentencepiece_metadata(
             {"a": -1.0, "b": -2.0, "ab": -3.0},
             add_space_prefix=True,
             add_bos_token=True,
@@ -545,7 +561,7 @@ def test_a_spoilt_tokenizer_is_a_model_error_or_a_tokenizer():
         },
     ]
     for _ in range(cases(600, least=60)):
-        metadata = dict(rng.choice(whole))
+        metadata = dict(rng.choice(valid_metadata))
         for _ in range(rng.randint(1, 2)):
             key = rng.choice([*metadata])
             value = metadata[key]

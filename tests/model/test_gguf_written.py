@@ -1,6 +1,4 @@
-"""GGUF files that `quire quantize --layout gguf` writes, against the format's own package and the
-converter's rules.
-"""
+"""GGUF files of `quire quantize --layout gguf` against the gguf package and the converter."""
 
 import json
 import random
@@ -26,7 +24,7 @@ from quire.model.gguf.file import read_file
 from quire.model.gguf.tokenizer import load_tokenizer
 from quire.model.gguf.vocabulary import tokenizer_metadata
 from quire.model.quantize import gguf_file, session
-from quire.model.text.tokenizer import Tokenizer as Folder
+from quire.model.text.tokenizer import Tokenizer as FolderTokenizer
 from quire.tests.support import gguf_written, tiny
 from quire.tests.support.cases import cases
 from quire.tests.support.gguf_files import WRITTEN, family, shapes_of
@@ -42,8 +40,8 @@ from quire.tests.support.tokenizer_zoo import (
 
 TEMPLATE = "{% for message in messages %}<|turn|>{{ message.content }}</s>{% endfor %}"
 VOCABULARY = 400
-# What llama.cpp's code has no word for is refused; these are the same models without it.
-USUAL: dict[str, dict] = {
+# Changes that replace options without a counterpart in llama.cpp, which are rejected.
+SUPPORTED_CHANGES: dict[str, dict] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6},
     "mistral": {"sliding_window": None},
@@ -64,13 +62,13 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def tokenizer(folder: Path, core: Tokenizer) -> None:
+def write_tokenizer(folder: Path, core: Tokenizer) -> None:
     core.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": EOS, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def llama(folder: Path, **changes) -> tuple[dict, dict[str, np.ndarray]]:
+def write_llama(folder: Path, **changes) -> tuple[dict, dict[str, np.ndarray]]:
     config = (
         tiny.LLAMA
         | {
@@ -83,7 +81,7 @@ def llama(folder: Path, **changes) -> tuple[dict, dict[str, np.ndarray]]:
         | changes
     )
     tensors = tiny.write(folder, config, tiny.even(tiny.shapes(config)))
-    tokenizer(folder, byte_level())
+    write_tokenizer(folder, byte_level())
     return config, tensors
 
 
@@ -94,18 +92,18 @@ def write(folder: Path, out: Path, kind: str = "F32", **options) -> Path:
 
 def variant_folder(folder: Path, name: str) -> tuple[dict, dict[str, np.ndarray]]:
     hf = WRITTEN[name].config | {"vocab_size": VOCABULARY, "pad_token_id": None}
-    hf |= USUAL.get(hf["model_type"], {})
+    hf |= SUPPORTED_CHANGES.get(hf["model_type"], {})
     shapes = shapes_of(family(hf).config(hf))
     tensors = {name: draw(name, shape, 3, hf["model_type"]) for name, shape in shapes.items()}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
     save_file(tensors, folder / "model.safetensors")
-    tokenizer(folder, byte_level())
+    write_tokenizer(folder, byte_level())
     return hf, tensors
 
 
-def numbers(count: int, seed: int) -> np.ndarray:
-    """Blocks of all sizes, some of zeros, some with one number or halves."""
+def random_blocks(count: int, seed: int) -> np.ndarray:
+    """Random blocks of different magnitudes, and special ones: zeros, constants, rounding ties."""
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal((count, 32)) * 10.0 ** rng.integers(-6, 4, (count, 1))).astype(
         np.float32
@@ -118,8 +116,8 @@ def numbers(count: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [*TYPES])
-def test_blocks_are_those_of_the_reference(kind):
-    x = numbers(2000, 1)
+def test_encoded_blocks_match_the_gguf_package(kind):
+    x = random_blocks(2000, 1)
     x = np.clip(x, -6e4, 6e4) if kind == "F16" else x
     flat = x.reshape(-1, TYPES[kind].elements)
     expected = gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind]).view(np.uint8)
@@ -127,43 +125,45 @@ def test_blocks_are_those_of_the_reference(kind):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_tensors_and_keys_are_the_converter_s(tmp_path, name):
-    """By what the tests of the reader say that llama.cpp's converter writes; and it is read as the
-    same model.
-    """
+def test_tensors_and_keys_match_the_llama_cpp_converter(tmp_path, name):
+    """The reference is the converter in the reader's tests; the file loads as the same model."""
     hf, checkpoint = variant_folder(tmp_path / "dense", name)
     out = write(tmp_path / "dense", tmp_path / "out.gguf")
-    found = read_file(out)
+    gguf_contents = read_file(out)
     expected = gguf_written.tensors(hf, checkpoint) | gguf_written.factors(hf)
-    assert {name: tensor.shape for name, tensor in found.tensors.items()} == {
+    assert {name: tensor.shape for name, tensor in gguf_contents.tensors.items()} == {
         n: x.shape for n, x in expected.items()
     }
-    for own, value in expected.items():
-        np.testing.assert_allclose(found.tensors[own].read(), value, rtol=1e-6, err_msg=own)
+    for tensor_name, value in expected.items():
+        np.testing.assert_allclose(
+            gguf_contents.tensors[tensor_name].read(), value, rtol=1e-6, err_msg=tensor_name
+        )
     keys = gguf_written.metadata(hf, hf["num_hidden_layers"])
     for key, value in keys.items():
-        if not key.startswith("general.file_type") and key in found.metadata:
-            assert np.all(found.metadata[key] == value), key
+        if not key.startswith("general.file_type") and key in gguf_contents.metadata:
+            assert np.all(gguf_contents.metadata[key] == value), key
     folder = make_folder(out)
-    both = (folder, tmp_path / "dense")
-    read, mine = (
-        load_weights(x, read_config(x, "float32"), place=lambda spec, leaf: leaf) for x in both
+    folders = (folder, tmp_path / "dense")
+    gguf_weights, dense_weights = (
+        load_weights(x, read_config(x, "float32"), place=lambda spec, leaf: leaf) for x in folders
     )
-    assert jax.tree.structure(read) == jax.tree.structure(mine)
-    for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(mine), strict=True):
-        # a scale less one, plus one, less one
-        np.testing.assert_allclose(one, other, rtol=0, atol=3e-7)
+    assert jax.tree.structure(gguf_weights) == jax.tree.structure(dense_weights)
+    for actual, expected_leaf in zip(
+        jax.tree.leaves(gguf_weights), jax.tree.leaves(dense_weights), strict=True
+    ):
+        # norm scales are stored plus one, which rounds
+        np.testing.assert_allclose(actual, expected_leaf, rtol=0, atol=3e-7)
 
 
 def test_every_family_has_a_variant():
     assert {WRITTEN[name].config["model_type"] for name in VARIANTS} == {*ARCHITECTURE_BY_FAMILY}
 
 
-def test_the_file_as_the_format_s_own_package_reads_it(tmp_path):
-    config, tensors = llama(tmp_path / "dense")
+def test_written_file_is_read_by_the_gguf_package(tmp_path):
+    config, tensors = write_llama(tmp_path / "dense")
     file = gguf.GGUFReader(write(tmp_path / "dense", tmp_path / "out.gguf", "Q8_0"))
     fields = {name: field.contents() for name, field in file.fields.items()}
-    wanted = {
+    expected_fields = {
         "general.architecture": "llama",
         "general.file_type": 7,
         "llama.block_count": 2,
@@ -183,7 +183,7 @@ def test_the_file_as_the_format_s_own_package_reads_it(tmp_path):
         "tokenizer.ggml.add_eos_token": False,
         "tokenizer.chat_template": TEMPLATE,
     }
-    assert {name: fields[name] for name in wanted} == wanted
+    assert {name: fields[name] for name in expected_fields} == expected_fields
     assert (
         len(fields["tokenizer.ggml.tokens"])
         == len(fields["tokenizer.ggml.token_type"])
@@ -192,20 +192,20 @@ def test_the_file_as_the_format_s_own_package_reads_it(tmp_path):
     kinds = {tensor.name: tensor.tensor_type.name for tensor in file.tensors}
     assert kinds["output_norm.weight"] == kinds["blk.0.attn_norm.weight"] == "F32"
     assert {kind for name, kind in kinds.items() if "norm" not in name} == {"Q8_0"}
-    own = next(tensor for tensor in file.tensors if tensor.name == "blk.1.ffn_down.weight")
+    down_proj = next(tensor for tensor in file.tensors if tensor.name == "blk.1.ffn_down.weight")
     expected = gguf.quants.quantize(
         tensors["model.layers.1.mlp.down_proj.weight"], gguf.GGMLQuantizationType.Q8_0
     )
-    np.testing.assert_array_equal(own.data, expected)
+    np.testing.assert_array_equal(down_proj.data, expected)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "MXFP4"])
-def test_four_bits_are_too_few_for_a_vocabulary(tmp_path, kind):
-    llama(tmp_path / "dense")
+def test_embedding_and_head_are_q8_0_in_4_bit_files(tmp_path, kind):
+    write_llama(tmp_path / "dense")
     out = write(tmp_path / "dense", tmp_path / "out.gguf", kind)
     kinds = {name: tensor.kind.name for name, tensor in read_file(out).tensors.items()}
     assert {kinds.pop(name) for name in ("token_embd.weight", "output.weight")} == {"Q8_0"}
-    assert {one for name, one in kinds.items() if "norm" not in name} == {kind}
+    assert {tensor_kind for name, tensor_kind in kinds.items() if "norm" not in name} == {kind}
     stored = read_config(make_folder(out)).stored
     assert (
         stored.group_of("model.layers.1.mlp.down_proj").quant
@@ -213,68 +213,70 @@ def test_four_bits_are_too_few_for_a_vocabulary(tmp_path, kind):
     )
 
 
-def test_other_dtypes_and_several_files(tmp_path):
+def test_bfloat16_shards_are_written_exactly(tmp_path):
     import ml_dtypes
 
-    config, _ = llama(tmp_path / "dense", torch_dtype="bfloat16")
+    config, _ = write_llama(tmp_path / "dense", torch_dtype="bfloat16")
     tensors = {
         name: value.astype(ml_dtypes.bfloat16)
         for name, value in tiny.even(tiny.shapes(config)).items()
     }
     tiny.write(tmp_path / "dense", config, tensors, shards=3)
     (tmp_path / "dense" / "model.safetensors").unlink()
-    found = (
+    written = (
         read_file(write(tmp_path / "dense", tmp_path / "out.gguf", "BF16"))
         .tensors["blk.0.ffn_up.weight"]
         .read()
     )
-    assert found.tobytes() == tensors["model.layers.0.mlp.up_proj.weight"].tobytes()
+    assert written.tobytes() == tensors["model.layers.0.mlp.up_proj.weight"].tobytes()
 
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 LLAMA3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {
+PRE_TOKENIZERS = {
     "llama": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), "llama3"),
     "qwen": (pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"), "qwen2"),
     "digits": (pre_tokenizers.Digits(True), "starcoder"),
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_how_texts_are_cut_is_known_by_what_comes_of_it(name):
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_pre_tokenizer_is_identified_by_its_results(name):
     core = byte_level()
-    first, right = CUTS[name]
+    first, expected_name = PRE_TOKENIZERS[name]
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [first, pre_tokenizers.ByteLevel(False, use_regex=name == "digits")]
     )
-    made = json.loads(core.to_str())
-    made["model"]["ignore_merges"] = name == "llama"
-    found = tokenizer_metadata(json.dumps(made), VOCABULARY, {"bos": "<s>"}, [1])
-    assert found["tokenizer.ggml.pre"] == right
+    tokenizer_json = json.loads(core.to_str())
+    tokenizer_json["model"]["ignore_merges"] = name == "llama"
+    metadata = tokenizer_metadata(json.dumps(tokenizer_json), VOCABULARY, {"bos": "<s>"}, [1])
+    assert metadata["tokenizer.ggml.pre"] == expected_name
 
 
 @pytest.mark.random
 @pytest.mark.parametrize(
     "make", [byte_level, byte_fallback, byte_fallback_unstripped], ids=lambda make: make.__name__
 )
-def test_texts_are_the_same_tokens(make):
+def test_written_tokenizer_encodes_random_texts_alike(make):
     core = make()
-    found = tokenizer_metadata(core.to_str(), 500, {"bos": "<s>", "eos": EOS, "unk": "<unk>"}, [])
-    again = load_tokenizer(found)
+    metadata = tokenizer_metadata(
+        core.to_str(), 500, {"bos": "<s>", "eos": EOS, "unk": "<unk>"}, []
+    )
+    written_tokenizer = load_tokenizer(metadata)
     rng = random.Random(5)
     for _ in range(cases(400)):
         text = random_text(rng)
-        assert again.encode(text).ids == core.encode(text).ids, text
-    assert again.get_vocab() == core.get_vocab()
+        assert written_tokenizer.encode(text).ids == core.encode(text).ids, text
+    assert written_tokenizer.get_vocab() == core.get_vocab()
 
 
 @pytest.mark.parametrize("name", ["unigram", "word_piece"])
-def test_tokenizers_of_other_kinds_are_refused(name):
+def test_unsupported_tokenizer_models_are_rejected(name):
     with pytest.raises(ModelError, match="model.type"):
         tokenizer_metadata(ZOO[name]().to_str(), 500, {}, [])
 
 
-def test_a_way_to_cut_that_has_no_name_is_refused():
+def test_unknown_pre_tokenizer_is_rejected():
     core = byte_level()
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("o", "isolated"), pre_tokenizers.ByteLevel(False)]
@@ -285,10 +287,10 @@ def test_a_way_to_cut_that_has_no_name_is_refused():
         tokenizer_metadata(core.to_str(), 500, {}, [])
 
 
-def test_the_command_and_the_tokenizer(tmp_path):
-    llama(tmp_path / "dense")
+def test_quantize_command_writes_tokenizer_and_sampling_defaults(tmp_path):
+    write_llama(tmp_path / "dense")
     out = tmp_path / "new" / "out-Q8_0.gguf"
-    asked = [
+    arguments = [
         "quantize",
         str(tmp_path / "dense"),
         str(out),
@@ -301,13 +303,16 @@ def test_the_command_and_the_tokenizer(tmp_path):
     (tmp_path / "dense" / "generation_config.json").write_text(
         json.dumps(sampling | {"do_sample": True})
     )
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0, done.output
-    assert "16 matrices in q8_0, laid out as gguf" in " ".join(done.output.split())
-    mine = Folder(tmp_path / "dense")
-    read = Folder(make_folder(out))
-    assert mine.encode("It's a fox, 123!") == read.encode("It's a fox, 123!")
-    assert (mine.chat_template, mine.eos_token_ids) == (read.chat_template, read.eos_token_ids)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "16 matrices in q8_0, laid out as gguf" in " ".join(result.output.split())
+    source_tokenizer = FolderTokenizer(tmp_path / "dense")
+    gguf_tokenizer = FolderTokenizer(make_folder(out))
+    assert source_tokenizer.encode("It's a fox, 123!") == gguf_tokenizer.encode("It's a fox, 123!")
+    assert (source_tokenizer.chat_template, source_tokenizer.eos_token_ids) == (
+        gguf_tokenizer.chat_template,
+        gguf_tokenizer.eos_token_ids,
+    )
     assert (
         sampling.items()
         <= json.loads((make_folder(out) / "generation_config.json").read_text()).items()
@@ -321,13 +326,28 @@ def test_the_command_and_the_tokenizer(tmp_path):
         ({}, "int8", "out.gguf", ("'gguf'", "Q8_0", "'int8'")),
         ({}, "Q6_K", "out.gguf", ("Q8_0", "'Q6_K'")),
         ({}, "F16", "out", ("must end in .gguf",)),
-        ({"intermediate_size": 80}, "Q8_0", "out.gguf", ("ffn_down.weight", "80 inputs", "32", "F16")),
-        ({"model_type": "mistral", "sliding_window": 8}, "F16", "out.gguf", ("mistral", "window = 8")),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "F16", "out.gguf", ("'dynamic'",)),
+        (
+            {"intermediate_size": 80},
+            "Q8_0",
+            "out.gguf",
+            ("ffn_down.weight", "80 inputs", "32", "F16"),
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 8},
+            "F16",
+            "out.gguf",
+            ("mistral", "window = 8"),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "F16",
+            "out.gguf",
+            ("'dynamic'",),
+        ),
     ],
-)  # fmt: skip
-def test_what_a_file_cannot_be(tmp_path, changes, kind, name, words):
-    llama(tmp_path / "dense", **changes)
+)
+def test_unsupported_models_and_formats_are_rejected(tmp_path, changes, kind, name, words):
+    write_llama(tmp_path / "dense", **changes)
     with pytest.raises(ModelError) as caught:
         write(tmp_path / "dense", tmp_path / name, kind)
     for word in words:
@@ -335,8 +355,8 @@ def test_what_a_file_cannot_be(tmp_path, changes, kind, name, words):
     assert [*tmp_path.iterdir()] == [tmp_path / "dense"]
 
 
-def test_other_families_are_refused_by_name(tmp_path):
-    done = CliRunner().invoke(
+def test_error_names_the_unsupported_family(tmp_path):
+    result = CliRunner().invoke(
         app,
         [
             "quantize",
@@ -348,19 +368,21 @@ def test_other_families_are_refused_by_name(tmp_path):
             "F16",
         ],
     )
-    assert isinstance(done.exception, ModelError)
-    assert "family quill" in str(done.exception) and "qwen3" in str(done.exception)
+    assert isinstance(result.exception, ModelError)
+    assert "family quill" in str(result.exception) and "qwen3" in str(result.exception)
 
 
-def test_layers_that_llama_cpp_does_not_know(tmp_path, monkeypatch):
-    monkeypatch.setitem(USUAL, "qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]})
+def test_dense_layers_in_a_moe_model_are_rejected(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        SUPPORTED_CHANGES, "qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}
+    )
     variant_folder(tmp_path / "dense", "qwen3-moe")
     with pytest.raises(ModelError, match="qwen3_moe has a layer without experts"):
         write(tmp_path / "dense", tmp_path / "out.gguf")
 
 
-def test_numbers_that_a_type_cannot_hold(tmp_path):
-    config, tensors = llama(tmp_path / "dense")
+def test_out_of_range_and_non_finite_values_are_rejected(tmp_path):
+    config, tensors = write_llama(tmp_path / "dense")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
     tiny.write(tmp_path / "dense", config, tensors)
     with pytest.raises(
@@ -375,53 +397,55 @@ def test_numbers_that_a_type_cannot_hold(tmp_path):
 
 
 SAMPLES = [[(7 * i + 3 * k) % VOCABULARY for i in range(40)] for k in range(6)]
-CHOSEN = {"Q4_0": "int4-32", "Q8_0": "int8-weights-32"}
+FORMAT_BY_KIND = {"Q4_0": "int4-32", "Q8_0": "int8-weights-32"}
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("kind", FORMAT_BY_KIND)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 @pytest.mark.slow
-def test_codes_that_a_method_chose(tmp_path, name, kind, method):
-    """Those of a folder in compressed-tensors, block by block, as the format's own package
-    reads them.
-    """
+def test_calibrated_codes_match_those_of_a_folder(tmp_path, name, kind, method):
+    """The gguf package reads the same values as those of a compressed-tensors folder."""
     dense = tmp_path / "dense"
     folder = tmp_path / "folder"
     out = tmp_path / "out.gguf"
-    hf, _ = llama(dense) if name == "llama" else variant_folder(dense, name)
-    session.save(dense, folder, read_config(dense, quantization=CHOSEN[kind]), method, SAMPLES)
+    hf, _ = write_llama(dense) if name == "llama" else variant_folder(dense, name)
+    session.save(
+        dense, folder, read_config(dense, quantization=FORMAT_BY_KIND[kind]), method, SAMPLES
+    )
     session.save_gguf(dense, out, read_config(dense), kind, method, SAMPLES)
-    there = {path.name for path in tmp_path.iterdir()} - {"cache"}  # where kernels may be built
-    assert there == {"dense", "folder", "out.gguf"}
+    names = {path.name for path in tmp_path.iterdir()} - {"cache"}  # where kernels may be built
+    assert names == {"dense", "folder", "out.gguf"}
     stored = read_config(folder).stored
     assert stored is not None
     checkpoint = {
         name: tensor.read() for name, tensor in gather(find_tensors(folder), stored).items()
     }
     expected = gguf_written.tensors(hf, checkpoint)
-    coded = 0
+    num_quantized = 0
     for tensor in gguf.GGUFReader(out).tensors:
-        found = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if tensor.tensor_type.name == kind and tensor.name not in (
             "token_embd.weight",
             "output.weight",
         ):
-            coded += 1
-            np.testing.assert_array_equal(found, expected[tensor.name], err_msg=tensor.name)
+            num_quantized += 1
+            np.testing.assert_array_equal(values, expected[tensor.name], err_msg=tensor.name)
         elif tensor.tensor_type.name == "F32" and tensor.name in expected:
-            np.testing.assert_allclose(found, expected[tensor.name], rtol=1e-6, err_msg=tensor.name)
-    assert coded == 7 * hf["num_hidden_layers"]
+            np.testing.assert_allclose(
+                values, expected[tensor.name], rtol=1e-6, err_msg=tensor.name
+            )
+    assert num_quantized == 7 * hf["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(
     ("kind", "method"), [("Q5_0", "gptq"), ("F16", "awq"), ("Q8_0", "smoothquant")]
 )
-def test_what_methods_do_not_choose(tmp_path, kind, method):
-    llama(tmp_path / "dense")
+def test_unsupported_kinds_of_calibrated_methods_are_rejected(tmp_path, kind, method):
+    write_llama(tmp_path / "dense")
     text = tmp_path / "text.txt"
     text.write_text("It is a fox. " * 30)
-    asked = [
+    options = [
         "--layout",
         "gguf",
         "--quantization",
@@ -431,23 +455,23 @@ def test_what_methods_do_not_choose(tmp_path, kind, method):
         "--calibration",
         str(text),
     ]
-    done = CliRunner().invoke(
-        app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out.gguf"), *asked]
+    result = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out.gguf"), *options]
     )
-    assert isinstance(done.exception, ModelError)
-    assert f"method is '{method}' and quantization '{kind}'" in str(done.exception)
-    assert "gptq and awq for Q4_0 and Q8_0" in str(done.exception)
+    assert isinstance(result.exception, ModelError)
+    assert f"method is '{method}' and quantization '{kind}'" in str(result.exception)
+    assert "gptq and awq for Q4_0 and Q8_0" in str(result.exception)
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "text.txt"}
 
 
-def test_the_command_with_a_method(tmp_path):
-    llama(tmp_path / "dense")
+def test_quantize_command_with_calibration(tmp_path):
+    write_llama(tmp_path / "dense")
     (tmp_path / "text.txt").write_text("It is a fox. " * 30)
-    asked = ["--layout", "gguf", "--quantization", "q4_0", "--method", "gptq", "--calibration"]
+    options = ["--layout", "gguf", "--quantization", "q4_0", "--method", "gptq", "--calibration"]
     out = tmp_path / "out.gguf"
-    done = CliRunner().invoke(
-        app, ["quantize", str(tmp_path / "dense"), str(out), *asked, str(tmp_path / "text.txt")]
+    result = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "dense"), str(out), *options, str(tmp_path / "text.txt")]
     )
-    assert done.exit_code == 0, done.output
-    assert "16 matrices in q4_0, laid out as gguf" in " ".join(done.output.split())
+    assert result.exit_code == 0, result.output
+    assert "16 matrices in q4_0, laid out as gguf" in " ".join(result.output.split())
     assert read_file(out).tensors["blk.0.ffn_up.weight"].kind.name == "Q4_0"

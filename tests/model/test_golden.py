@@ -1,6 +1,4 @@
-"""Every family against transformers: the golden files hold what it computed from the same tiny
-models.
-"""
+"""Every family against golden files, which transformers computed from the same tiny models."""
 
 from functools import lru_cache
 
@@ -34,29 +32,33 @@ def golden(tmp_path_factory):
 
 def test_every_family_has_a_variant():
     covered = {FAMILIES[variant.config["model_type"]] for variant in (*VARIANTS, *ENCODERS)}
-    assert set(FAMILIES.values()) - covered == {".quill"}  # which transformers does not know
+    assert set(FAMILIES.values()) - covered == {
+        ".quill"
+    }  # the family without an implementation in transformers
 
 
-# of each type of model
-FIRST = {variant.config["model_type"]: variant.name for variant in reversed(VARIANTS)}
+# the first golden variant of each type of model
+VARIANT_BY_MODEL_TYPE = {
+    variant.config["model_type"]: variant.name for variant in reversed(VARIANTS)
+}
 
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
     "variant",
-    thinned(VARIANTS, [v for v in VARIANTS if v.name in {*FIRST.values(), *KINDS}]),
+    thinned(VARIANTS, [v for v in VARIANTS if v.name in {*VARIANT_BY_MODEL_TYPE.values(), *KINDS}]),
     ids=lambda v: v.name,
 )
-def test_logits(variant, golden):
-    made = golden(variant.name)
-    config = loader.read_config(made.folder, "float32", variant.max_len)
-    weights = loader.load_weights(made.folder, config)
-    whole = made.prompts[0] + made.tokens[0]
-    logits = jax.jit(uncached.forward, static_argnums=2)(weights, jnp.array([whole]), config)[0]
-    rows = [position for position in POSITIONS if position < len(whole)]
-    np.testing.assert_allclose(logits[np.array(rows)], made.logits, rtol=0, atol=TOLERANCE)
-    start = len(made.prompts[0]) - 1
-    assert np.argmax(logits[start:-1], axis=-1).tolist() == made.tokens[0]
+def test_logits_match_transformers(variant, golden):
+    model = golden(variant.name)
+    config = loader.read_config(model.folder, "float32", variant.max_len)
+    weights = loader.load_weights(model.folder, config)
+    token_ids = model.prompts[0] + model.tokens[0]
+    logits = jax.jit(uncached.forward, static_argnums=2)(weights, jnp.array([token_ids]), config)[0]
+    rows = [position for position in POSITIONS if position < len(token_ids)]
+    np.testing.assert_allclose(logits[np.array(rows)], model.logits, rtol=0, atol=TOLERANCE)
+    start = len(model.prompts[0]) - 1
+    assert np.argmax(logits[start:-1], axis=-1).tolist() == model.tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -73,11 +75,11 @@ def test_logits(variant, golden):
     ],
 )
 @pytest.mark.slow
-def test_greedy_tokens(variant, block_size, golden):
-    """Alone and in a batch of unequal lengths, in chunks, through pages of 8 and 16."""
-    made = golden(variant.name)
+def test_engine_greedy_tokens_match_transformers(variant, block_size, golden):
+    """Alone and in batches of unequal lengths, with chunked prefill and page sizes 8 and 16."""
+    model = golden(variant.name)
     llm = LLM(
-        model=str(made.folder),
+        model=str(model.folder),
         skip_tokenizer_init=True,
         dtype="float32",
         block_size=block_size,
@@ -86,5 +88,5 @@ def test_greedy_tokens(variant, block_size, golden):
         max_num_seqs=4,
         kv_cache_memory_bytes=64 << 20,
     )
-    # XLA sums in an order that rows may change
-    check_answers(llm, made, tolerance=0 if native.serves() else 2e-5)
+    # XLA's order of summation may depend on the batch
+    check_answers(llm, model, tolerance=0 if native.serves() else 2e-5)

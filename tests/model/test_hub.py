@@ -1,4 +1,4 @@
-"""Names of models: bundled, folders, and a Hub that is a small server of our own."""
+"""Resolving model names: bundled models, folders, and repositories on a fake Hub server."""
 
 import json
 import os
@@ -20,14 +20,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"  # the revision v1
 
 
-def test_bundled():
-    here = Path(quire.model.__file__).parent
-    assert hub.resolve(None) == hub.resolve("quill") == here / "quill"
-    assert hub.resolve("quill-draft") == here / "quill_draft"
-    assert hub.resolve("quill-eagle") == here / "quill_eagle"
+def test_bundled_models_resolve_by_name():
+    model_package = Path(quire.model.__file__).parent
+    assert hub.resolve(None) == hub.resolve("quill") == model_package / "quill"
+    assert hub.resolve("quill-draft") == model_package / "quill_draft"
+    assert hub.resolve("quill-eagle") == model_package / "quill_eagle"
 
 
-def test_folders(tmp_path, monkeypatch):
+def test_folder_paths_resolve(tmp_path, monkeypatch):
     (tmp_path / "some" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -39,18 +39,29 @@ def test_folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        "", "nothing", "a/b/c", "/no/such/folder", "./a", "../a/b", "a b/c", "http://localhost/a", "owner/", "/owner",
-        "a/b\n", "ä/ö", "-a/b",
+        "",
+        "nothing",
+        "a/b/c",
+        "/no/such/folder",
+        "./a",
+        "../a/b",
+        "a b/c",
+        "http://localhost/a",
+        "owner/",
+        "/owner",
+        "a/b\n",
+        "ä/ö",
+        "-a/b",
     ],
-)  # fmt: skip
-def test_names_that_mean_nothing(name, tmp_path, monkeypatch):
+)
+def test_invalid_model_names_are_rejected(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="owner/name") as caught:
         hub.resolve(name)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_safetensors_file_instead_of_folder_is_rejected(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     with pytest.raises(ModelError, match="not a folder"):
@@ -59,13 +70,12 @@ def test_a_file_is_no_folder(tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    """(its address, the paths that were asked for).
+    """(address, requested paths) of a fake Hub.
 
-    `good/model` is there, in two revisions, and `good/gguf` has GGUF files alone; the others are
-    not to be had.
+    `good/model` exists in two revisions, and `good/gguf` has only GGUF files.
     """
     folder = tmp_path / "there"
-    asked = []
+    requested_paths = []
     tiny.write(folder)
     extra = [
         "modeling.py",
@@ -97,18 +107,18 @@ def server(tmp_path):
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
+            requested_paths.append(self.path)
             if self.path.startswith("/api/models/good/model/revision/nowhere"):
                 return self.answer(404, b'{"error": "no"}', **{"X-Error-Code": "RevisionNotFound"})
             if self.path.startswith("/api/models/good/gguf"):
-                named = [
+                entries = [
                     {"rfilename": n, "path": n, "type": "file", "size": len(data), "oid": "0" * 40}
                     for n, data in ggufs.items()
                 ]
                 body = (
-                    named
+                    entries
                     if "/tree/" in self.path
-                    else {"id": "good/gguf", "sha": COMMIT, "siblings": named}
+                    else {"id": "good/gguf", "sha": COMMIT, "siblings": entries}
                 )
                 return self.answer(200, json.dumps(body).encode())
             if self.path.startswith("/api/models/good/model"):
@@ -155,11 +165,11 @@ def server(tmp_path):
         def log_message(self, format, *args):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as running:
-        thread = threading.Thread(target=running.serve_forever)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{running.server_port}", asked
-        running.shutdown()
+        yield f"http://127.0.0.1:{http_server.server_port}", requested_paths
+        http_server.shutdown()
         thread.join()
 
 
@@ -181,10 +191,8 @@ except ModelError as error:
 
 
 @pytest.fixture
-def child(tmp_path):
-    """Runs `resolve` and loads, in a process of its own: huggingface_hub reads its settings when it
-    is imported.
-    """
+def load_in_child(tmp_path):
+    """Resolve and load a model in a new process: huggingface_hub reads its settings at import."""
 
     def run(name: str, address: str, options: dict | None = None, **environment: str) -> str:
         settings = {
@@ -197,27 +205,27 @@ def child(tmp_path):
             "HF_HUB_DISABLE_XET": "1",
             "NO_PROXY": "127.0.0.1",
         }
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", CHILD, name, json.dumps(options or {})],
             capture_output=True,
             text=True,
             timeout=600,
             env=os.environ | settings | environment,
         )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("\n") == 1
-        return done.stdout
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count("\n") == 1
+        return process.stdout
 
     return run
 
 
 @pytest.mark.slow
-def test_fetch(server, child):
-    """What is needed comes, nothing else does, and from then on no network is needed."""
-    address, asked = server
-    found = child("good/model", address)
-    assert found.startswith("loaded")
-    folder = Path(found.split(maxsplit=1)[1].strip())
+def test_fetch_downloads_only_needed_files_and_works_offline(server, load_in_child):
+    """The second load makes no request."""
+    address, requested_paths = server
+    output = load_in_child("good/model", address)
+    assert output.startswith("loaded")
+    folder = Path(output.split(maxsplit=1)[1].strip())
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert names == {
         "config.json",
@@ -226,89 +234,94 @@ def test_fetch(server, child):
         "chat_template.jinja",
         "1_Pooling/config.json",
     }
-    assert not [path for path in asked if path.endswith((".py", ".bin", ".md"))]
-    asked.clear()
-    assert child("good/model", address, HF_HUB_OFFLINE="1") == found
-    assert not asked
-    assert child("good/model", "http://127.0.0.1:9") == found
+    assert not [path for path in requested_paths if path.endswith((".py", ".bin", ".md"))]
+    requested_paths.clear()
+    assert load_in_child("good/model", address, HF_HUB_OFFLINE="1") == output
+    assert not requested_paths
+    assert load_in_child("good/model", "http://127.0.0.1:9") == output
 
 
 @pytest.mark.slow
-def test_a_revision_in_a_folder_of_the_users(server, child, tmp_path):
-    address, asked = server
-    chosen = {"revision": "v1", "download_dir": str(tmp_path / "mine")}
-    found = child("good/model", address, chosen).split(maxsplit=1)[1].strip()
-    assert Path(found).is_relative_to(tmp_path / "mine") and Path(found).name == OLDER
+def test_revision_is_downloaded_to_download_dir(server, load_in_child, tmp_path):
+    address, requested_paths = server
+    options = {"revision": "v1", "download_dir": str(tmp_path / "mine")}
+    folder = load_in_child("good/model", address, options).split(maxsplit=1)[1].strip()
+    assert Path(folder).is_relative_to(tmp_path / "mine") and Path(folder).name == OLDER
     assert not (tmp_path / "cache").exists() or not [
         *(tmp_path / "cache").rglob("model.safetensors")
     ]
-    asked.clear()
-    assert found in child("good/model", address, chosen, HF_HUB_OFFLINE="1")
-    assert not asked
-    assert "no revision 'nowhere'" in child("good/model", address, {"revision": "nowhere"})
+    requested_paths.clear()
+    assert folder in load_in_child("good/model", address, options, HF_HUB_OFFLINE="1")
+    assert not requested_paths
+    assert "no revision 'nowhere'" in load_in_child("good/model", address, {"revision": "nowhere"})
 
 
-def test_without_weights(server, child):
-    """Random weights need none."""
-    address, asked = server
-    found = child("good/model", address, {"files": hub.WITHOUT_WEIGHTS})
-    assert "holds no *.safetensors" in found
-    assert not [path for path in asked if path.endswith(".safetensors")]
+def test_dummy_weights_download_no_weights(server, load_in_child):
+    """`files=WITHOUT_WEIGHTS` is used for random weights."""
+    address, requested_paths = server
+    output = load_in_child("good/model", address, {"files": hub.WITHOUT_WEIGHTS})
+    assert "holds no *.safetensors" in output
+    assert not [path for path in requested_paths if path.endswith(".safetensors")]
 
 
-def test_a_revision_of_a_folder(tmp_path):
+def test_revision_of_a_local_folder_is_rejected(tmp_path):
     for name in ("quill", str(tmp_path)):
         with pytest.raises(ModelError, match="revision is 'v1', and .* only the Hub has revisions"):
             hub.resolve(name, revision="v1")
 
 
-def test_what_the_hub_has_in_another_format(server, child):
+def test_gguf_repository_requires_a_file_name(server, load_in_child):
     address, _ = server
-    assert "holds GGUF files: name one, by its path, or on the Hub" in child("good/gguf", address)
-    assert "owner/name:Q4_K_M" in child("good/gguf", address)
+    assert "holds GGUF files: name one, by its path, or on the Hub" in load_in_child(
+        "good/gguf", address
+    )
+    assert "owner/name:Q4_K_M" in load_in_child("good/gguf", address)
 
 
-NAMES = ["good/gguf:Q4_K_M", "good/gguf:q4_k_m", "good/gguf/good-Q4_K_M.gguf"]
+GGUF_NAMES = ["good/gguf:Q4_K_M", "good/gguf:q4_k_m", "good/gguf/good-Q4_K_M.gguf"]
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, NAMES[1:]))
+@pytest.mark.parametrize("name", thinned(GGUF_NAMES, GGUF_NAMES[1:]))
 @pytest.mark.slow
-def test_one_gguf_file(server, child, tmp_path, name):
-    """By its path, or by what its name ends in; nothing else of the model is fetched, and offline
-    it is found again.
-    """
-    address, asked = server
-    found = child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"))
-    assert found.startswith("loaded") and str(tmp_path / "made") in found
+def test_single_gguf_file_is_downloaded(server, load_in_child, tmp_path, name):
+    """By path or by the suffix of its name; no other file is downloaded, and it works offline."""
+    address, requested_paths = server
+    output = load_in_child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"))
+    assert output.startswith("loaded") and str(tmp_path / "made") in output
     assert not [
         path
-        for path in asked
+        for path in requested_paths
         if path.endswith((".json", ".bin", ".md", "Q8_0.gguf")) and "/resolve/" in path
     ]
-    assert child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"), HF_HUB_OFFLINE="1") == found
+    assert (
+        load_in_child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"), HF_HUB_OFFLINE="1")
+        == output
+    )
 
 
 @pytest.mark.slow
-def test_a_gguf_file_that_is_not_there(server, child):
+def test_missing_gguf_file_is_reported(server, load_in_child):
     address, _ = server
-    assert "has no GGUF files whose name ends in Q5_K" in child("good/gguf:Q5_K", address)
-    assert "has no GGUF files whose name is other.gguf" in child("good/gguf/other.gguf", address)
+    assert "has no GGUF files whose name ends in Q5_K" in load_in_child("good/gguf:Q5_K", address)
+    assert "has no GGUF files whose name is other.gguf" in load_in_child(
+        "good/gguf/other.gguf", address
+    )
 
 
 @pytest.mark.slow
-def test_models_that_are_not_to_be_had(server, child):
+def test_unavailable_models_are_reported(server, load_in_child):
     address, _ = server
-    assert "neither a folder here nor a public model" in child("other/model", address)
-    assert "licence" in child("gated/model", address)
-    assert "does not answer" in child("broken/model", address)
-    assert "does not answer" in child("other/model", "http://127.0.0.1:9")
-    assert "HF_HUB_OFFLINE" in child("other/model", address, HF_HUB_OFFLINE="1")
+    assert "neither a folder here nor a public model" in load_in_child("other/model", address)
+    assert "licence" in load_in_child("gated/model", address)
+    assert "does not answer" in load_in_child("broken/model", address)
+    assert "does not answer" in load_in_child("other/model", "http://127.0.0.1:9")
+    assert "HF_HUB_OFFLINE" in load_in_child("other/model", address, HF_HUB_OFFLINE="1")
 
 
 @pytest.mark.slow
 def test_pull_list_and_rm(server, tmp_path):
-    """A model comes into the cache, is listed by the name that it was asked for, and goes again."""
-    address, asked = server
+    """`quire pull`, `quire list` and `quire rm` with models of the fake Hub."""
+    address, requested_paths = server
     settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
     settings |= {
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -318,22 +331,25 @@ def test_pull_list_and_rm(server, tmp_path):
     settings["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
 
     def run(*line: str, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "quire", *line], capture_output=True, text=True, timeout=600,
+        process = subprocess.run(
+            [sys.executable, "-m", "quire", *line],
+            capture_output=True,
+            text=True,
+            timeout=600,
             env=os.environ | settings,
-        )  # fmt: skip
-        assert done.returncode == code, done.stderr
-        return done.stdout + done.stderr
+        )
+        assert process.returncode == code, process.stderr
+        return process.stdout + process.stderr
 
     assert "good/model: " in run("pull", "good/model", "hf.co/good/gguf:good-Q4_K_M.gguf")
-    assert [path for path in asked if path.endswith("good-Q4_K_M.gguf")]
-    assert not [path for path in asked if path.endswith("good-Q8_0.gguf")]
+    assert [path for path in requested_paths if path.endswith("good-Q4_K_M.gguf")]
+    assert not [path for path in requested_paths if path.endswith("good-Q8_0.gguf")]
     assert "neither a folder here nor a public model on the Hub" in run("pull", "bad/model", code=2)
-    asked.clear()
-    listed = run("list")
-    assert [line.split()[0] for line in listed.splitlines()[5:]] == [
+    requested_paths.clear()
+    output = run("list")
+    assert [line.split()[0] for line in output.splitlines()[5:]] == [
         "good/gguf:Q4_K_M",
         "good/model",
     ]
     assert "deleted good/model: " in run("rm", "-y", "good/model")
-    assert "good/model" not in run("list") and not asked
+    assert "good/model" not in run("list") and not requested_paths

@@ -1,4 +1,4 @@
-"""What a KV cache in few bits takes, which layers have it, and what has no such codes."""
+"""Quantised KV caches: sizes, skipped layers, unsupported models and precision."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from quire.tests.support.golden.recorded import Golden
 QUILL = hub.resolve(None)  # layers 0 and 4 have a window, 2 and 6 none; the others read these
 
 
-def read(**options) -> ModelConfig:
+def read_quill_config(**options) -> ModelConfig:
     return loader.read_config(QUILL, **options)
 
 
@@ -44,36 +44,38 @@ def read(**options) -> ModelConfig:
         ("int4", ("0, 2,4", 6), 2 * 256, 2 * 256),
     ],
 )
-def test_bytes_of_a_token(dtype, skips, window, full):
-    config = read(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skips)
-    found: dict[bool, int] = {True: 0, False: 0}
+def test_kv_bytes_per_token_and_skipped_layers(dtype, skips, window, full):
+    config = read_quill_config(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skips)
+    bytes_by_window: dict[bool, int] = {True: 0, False: 0}
     for kind in cost.cache_kinds(config):
         if kind.name != "shared":
-            found[kind.window is not None] += kind.token_bytes
-    assert found == {True: window, False: full}
-    reads = sum(
+            bytes_by_window[kind.window is not None] += kind.token_bytes
+    assert bytes_by_window == {True: window, False: full}
+    read_bytes = sum(
         cost.layer_token_bytes(layer.attention, config.layer_kv_dtype(i))
         for i, layer in enumerate(config.layers)
     )
-    assert cost.kv_read_bytes(config, 1) == reads == 2 * (window + full)  # two layers read each
+    assert (
+        cost.kv_read_bytes(config, 1) == read_bytes == 2 * (window + full)
+    )  # two layers read each cache
 
 
 @pytest.mark.parametrize("name", ["1", "8", "-1", "all", ""])
-def test_layers_that_have_no_cache_of_their_own(name):
+def test_skipped_layers_must_have_their_own_cache(name):
     with pytest.raises(
         ModelError,
         match=f"skip_layers names '{name}'; it can be 'sliding_window' and .*, 0, 2, 4, 6",
     ):
-        read(kv_cache_dtype="int4", kv_cache_dtype_skip_layers=[name])
+        read_quill_config(kv_cache_dtype="int4", kv_cache_dtype_skip_layers=[name])
 
 
 @pytest.mark.parametrize("value", ["0", 0])
-def test_skipped_layers_are_a_list(value):
+def test_skipped_layers_must_be_a_list(value):
     with pytest.raises(ModelError, match=f"skip_layers is {value!r}; it must be a list"):
-        read(kv_cache_dtype="int4", kv_cache_dtype_skip_layers=value)
+        read_quill_config(kv_cache_dtype="int4", kv_cache_dtype_skip_layers=value)
 
 
-def test_latent_attention_has_no_four_bits(tmp_path):
+def test_latent_attention_rejects_int4(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_deepseek.CONFIG))
     with pytest.raises(
         ModelError,
@@ -83,7 +85,7 @@ def test_latent_attention_has_no_four_bits(tmp_path):
     assert loader.read_config(tmp_path, kv_cache_dtype="int8").kv_dtype == "int8"
 
 
-def test_heads_of_an_odd_width_have_none():
+def test_heads_of_odd_width_reject_int4():
     layer = Layer(Attention(heads=2, kv_heads=1, head_dim=33, scale=1.0), Mlp(8, "silu"))
     config = ModelConfig("test", vocab_size=8, dim=8, layers=(layer,) * 2, max_len=8)
     with pytest.raises(ModelError, match="layer 1 has heads of an odd width, 33"):
@@ -91,10 +93,8 @@ def test_heads_of_an_odd_width_have_none():
 
 
 @cache
-def attend_alone(implementation: str, dtype: str, offset: float):
-    """One layer's attention of 96 rows over pages of a dtype, with key biases of `offset` in the
-    slowest pairs.
-    """
+def single_layer_attention(implementation: str, dtype: str, offset: float):
+    """Attention of 96 rows over quantised pages; slow rotary pairs have key biases of `offset`."""
     T = 96
     S = 32
     D = 128
@@ -112,11 +112,11 @@ def attend_alone(implementation: str, dtype: str, offset: float):
     weights = AttentionWeights(
         *map(as_float32, (qkv_DGH, np.eye(N * H).reshape(N, H, -1), bias_GH))
     )
-    held = page_dtype(jnp.dtype(dtype))
+    dtype_of_pages = page_dtype(jnp.dtype(dtype))
     shape = (T // S + 1, S, K, H // (2 if dtype == "int4" else 1))
-    scaled = held.itemsize == 1
-    pages = KVPages(*(jnp.zeros(shape, held) for _ in range(2)))
-    if scaled:
+    has_scales = dtype_of_pages.itemsize == 1
+    pages = KVPages(*(jnp.zeros(shape, dtype_of_pages) for _ in range(2)))
+    if has_scales:
         pages = KVPages(
             pages.k_PSKH, pages.v_PSKH, *(jnp.zeros((shape[0], K, S)) for _ in range(2))
         )
@@ -124,8 +124,8 @@ def attend_alone(implementation: str, dtype: str, offset: float):
     slots_T = jnp.arange(S, S + T)
     rows = QueryRows(jnp.arange(T), jnp.array([0, T]), tables_BM, slots_T)
     hooks = LayerHooks(
-        lambda q, k, v, pages, *given: paged_attention(
-            q, k, v, pages, rows, *given, implementation=implementation
+        lambda q, k, v, pages, *arguments: paged_attention(
+            q, k, v, pages, rows, *arguments, implementation=implementation
         ),
         lambda qkv, heads, pages: prepare(qkv, heads, pages, rows, implementation),
     )
@@ -140,7 +140,7 @@ def as_float32(array):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dtype", "near"),
+    ("implementation", "dtype", "tolerance"),
     [
         ("native", "int8", 0.01),
         ("native", "int4", 0.15),
@@ -148,20 +148,22 @@ def as_float32(array):
         pytest.param("xla", "float8_e4m3fn", 0.05, marks=pytest.mark.slow),
     ],
 )
-def test_large_key_biases_leave_codes_to_the_rest_of_a_key(implementation, dtype, near):
-    """As Qwen2.5's first layers: results are as near to those of float32 pages as without such
-    biases.
-    """
+def test_large_key_biases_do_not_lower_the_precision_of_quantized_keys(
+    implementation, dtype, tolerance
+):
+    """As in Qwen2.5's first layers; the error against float32 pages is as without biases."""
     if implementation == "native" and not native.serves():
         pytest.skip("no compiler")
     for offset in (0, 150):
-        exact, coded = (attend_alone(implementation, kind, offset) for kind in ("float32", dtype))
-        error = np.linalg.norm(coded - exact) / np.linalg.norm(exact)
-        assert 1e-4 < error < near
+        expected, actual = (
+            single_layer_attention(implementation, kind, offset) for kind in ("float32", dtype)
+        )
+        error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+        assert 1e-4 < error < tolerance
 
 
-def test_layer_whose_bias_is_not_constant_stays_wide(tmp_path, caplog):
-    """Chosen from the weights where the user names no layer, and said in the log."""
+def test_layer_with_large_rotated_key_bias_is_not_quantized(tmp_path, caplog):
+    """Such layers are found in the weights and logged, unless the user lists skipped layers."""
     folder = Golden(
         next(variant for variant in VARIANTS if variant.name == "qwen2"), tmp_path
     ).folder
@@ -169,7 +171,7 @@ def test_layer_whose_bias_is_not_constant_stays_wide(tmp_path, caplog):
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     file = folder / index["weight_map"][name]
     tensors = load_file(file)
-    tensors[name][1] += 150  # of a pair that turns fast
+    tensors[name][1] += 150  # of a fast rotary pair
     save_file(tensors, file, metadata={"format": "pt"})
 
     def skips(**options) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The ways in which checkpoints of models with experts come."""
+"""Checkpoint variants of mixture-of-experts models."""
 
 import json
 
@@ -15,52 +15,50 @@ from quire.tests.support.golden.folder import HERE, write_folder
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Writes the tiny model of a variant: (folder, its tensors), all of them in one file."""
+def write_variant(tmp_path):
+    """A function that writes a variant's tiny model; it returns (folder, tensors)."""
 
     def write(name: str):
         variant = next(v for v in MOE_VARIANTS if v.name == name)
         with np.load(HERE / f"{name}.npz") as arrays:
             meta = json.loads(arrays["meta"].tobytes())
-        made = write_folder(tmp_path / name, variant.config, meta["tensors"], meta["seed"])
+        model_folder = write_folder(tmp_path / name, variant.config, meta["tensors"], meta["seed"])
         tensors = {}
-        for file in made.glob("*.safetensors"):
+        for file in model_folder.glob("*.safetensors"):
             tensors |= load_file(file)
             file.unlink()
-        (made / "model.safetensors.index.json").unlink()
-        return made, tensors
+        (model_folder / "model.safetensors.index.json").unlink()
+        return model_folder, tensors
 
     return write
 
 
-def load(folder, tensors):
+def load(model_folder, tensors):
     save_file(
         {name: np.ascontiguousarray(value) for name, value in tensors.items()},
-        folder / "model.safetensors",
+        model_folder / "model.safetensors",
     )
-    config = loader.read_config(folder, "float32")
-    return loader.load_weights(folder, config, place=lambda spec, leaf: leaf)
+    config = loader.read_config(model_folder, "float32")
+    return loader.load_weights(model_folder, config, place=lambda spec, leaf: leaf)
 
 
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+def assert_same_leaves(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
-def test_experts_in_one_tensor(name, folder):
-    """The names that transformers 5 has in memory mean the same as those that it writes by
-    default.
-    """
-    made, tensors = folder(name)
-    expected = load(made, tensors)
+def test_fused_expert_tensors_load_alike(name, write_variant):
+    """transformers 5's in-memory names (fused experts) load like the names that it writes."""
+    model_folder, tensors = write_variant(name)
+    expected = load(model_folder, tensors)
     fused = {
         key: value for key, value in tensors.items() if ".experts." not in key or ".shared_" in key
     }
     fused = {key.replace("block_sparse_moe", "mlp"): value for key, value in fused.items()}
     names = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     for key in tensors:
-        block, found, _ = key.partition(f".experts.0.{names[0]}.weight")
-        if not found:
+        block, separator, _ = key.partition(f".experts.0.{names[0]}.weight")
+        if not separator:
             continue
         E = sum(f"{block}.experts.{e}.{names[0]}.weight" in tensors for e in range(99))
         gate, up, down = (
@@ -70,91 +68,89 @@ def test_experts_in_one_tensor(name, folder):
         fused[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         fused[f"{block}.experts.down_proj"] = down
     assert len(fused) < len(tensors)
-    assert_same(load(made, fused), expected)
+    assert_same_leaves(load(model_folder, fused), expected)
 
 
-def test_a_missing_expert_is_named(folder):
-    made, tensors = folder("mixtral")
+def test_error_names_the_missing_expert(write_variant):
+    model_folder, tensors = write_variant("mixtral")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     with pytest.raises(
         ModelError, match=r"lacks the tensor 'model\.layers\.1\.mlp\.experts\.2\.w3\.weight'"
     ):
-        load(made, tensors)
+        load(model_folder, tensors)
 
 
-def test_fp8_blocks_of_a_matrix_that_no_product_takes_are_widened(folder):
-    """Each square of 128 by 128 has a scale, the last ones cut off where the matrix ends."""
-    made, tensors = folder("deepseek-v3-small")
+def test_fp8_blocks_of_kv_b_proj_are_dequantized(write_variant):
+    """Scales per 128x128 block; the last blocks are smaller."""
+    model_folder, tensors = write_variant("deepseek-v3-small")
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     rng = np.random.default_rng(0)
     assert tensors[name].shape == (176, 32)
-    small = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    fp8_codes = tensors[name].astype(ml_dtypes.float8_e4m3fn)
     scale = rng.random((2, 1)).astype(np.float32) + 0.5
-    wide = small.astype(np.float32) * np.repeat(scale, 128, axis=0)[:176]
-    expected = load(made, tensors | {name: wide})
-    config = json.loads((made / "config.json").read_text())
-    spared = [key.removesuffix(".weight") for key in tensors if key != name]
+    dequantized = fp8_codes.astype(np.float32) * np.repeat(scale, 128, axis=0)[:176]
+    expected = load(model_folder, tensors | {name: dequantized})
+    config = json.loads((model_folder / "config.json").read_text())
+    dense_names = [key.removesuffix(".weight") for key in tensors if key != name]
     method = {
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": spared,
+        "modules_to_not_convert": dense_names,
     }
-    (made / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
-    assert_same(load(made, tensors | {name: small, f"{name}_scale_inv": scale}), expected)
+    (model_folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    assert_same_leaves(
+        load(model_folder, tensors | {name: fp8_codes, f"{name}_scale_inv": scale}), expected
+    )
     with pytest.raises(ModelError, match=r"kv_b_proj.weight_scale_inv' is \[1, 2\]"):
-        load(made, tensors | {name: small, f"{name}_scale_inv": scale.T})
+        load(model_folder, tensors | {name: fp8_codes, f"{name}_scale_inv": scale.T})
 
 
-def test_layers_past_the_last(folder):
-    """The layer that predicts a second token is left alone; any other tensor too many is an
-    error.
-    """
-    made, tensors = folder("deepseek-v3")
-    expected = load(made, tensors)
+def test_mtp_layer_is_ignored_and_other_extra_tensors_are_rejected(write_variant):
+    """Layer 3 of the checkpoint predicts a second token (MTP)."""
+    model_folder, tensors = write_variant("deepseek-v3")
+    expected = load(model_folder, tensors)
     extra = {
         "model.layers.3.eh_proj.weight": np.ones((2, 2)),
         "model.layers.3.mlp.gate.weight": np.ones(2),
     }
-    assert_same(load(made, tensors | extra), expected)
+    assert_same_leaves(load(model_folder, tensors | extra), expected)
     with pytest.raises(ModelError, match=r"holds the tensor 'model\.layers\.2\.eh_proj\.weight'"):
-        load(made, tensors | {"model.layers.2.eh_proj.weight": np.ones(2)})
+        load(model_folder, tensors | {"model.layers.2.eh_proj.weight": np.ones(2)})
 
 
-def test_what_gemma4_does_not_read(folder):
-    """Published files keep keys and values for layers that share a cache, and what sees and
-    hears.
-    """
-    made, tensors = folder("gemma4-shared")
-    expected = load(made, tensors)
+def test_gemma4_shared_kv_and_multimodal_tensors_are_ignored(write_variant):
+    """Published files have unused K and V of layers that share a KV cache, and audio towers."""
+    model_folder, tensors = write_variant("gemma4-shared")
+    expected = load(model_folder, tensors)
     prefix = "model.language_model.layers"
     extra = {f"{prefix}.4.self_attn.{x}.weight": np.ones(3) for x in ("k_proj", "v_proj", "k_norm")}
     extra |= {"model.audio_tower.x": np.ones(1), "model.embed_audio.y": np.ones(1)}
-    assert_same(load(made, tensors | extra), expected)
+    assert_same_leaves(load(model_folder, tensors | extra), expected)
     for name in (f"{prefix}.4.self_attn.o_norm.weight", f"{prefix}.1.self_attn.v_norm.weight"):
         with pytest.raises(ModelError, match="holds the tensor"):
-            load(made, tensors | {name: np.ones(3)})
+            load(model_folder, tensors | {name: np.ones(3)})
 
 
-def test_mxfp4_scales_that_are_no_number(folder):
-    made, tensors = folder("gpt-oss")
+def test_mxfp4_nan_scale_is_rejected(write_variant):
+    model_folder, tensors = write_variant("gpt-oss")
     name = "model.layers.0.mlp.experts.down_proj_scales"
     tensors[name] = tensors[name].copy()
     tensors[name][1, 2, 0] = 255
     with pytest.raises(ModelError, match=f"'{name}' holds 255"):
-        load(made, tensors)
+        load(model_folder, tensors)
 
 
-def test_mxfp4_is_loaded_as_it_is_stored(folder):
-    """Value by value from the file: row and column of an expert's matrices, through the node."""
-    made, tensors = folder("gpt-oss")
-    moe = load(made, tensors).layers[2].moe
+def test_mxfp4_values_match_the_stored_codes(write_variant):
+    """Random elements of an expert's matrices, dequantised one by one."""
+    model_folder, tensors = write_variant("gpt-oss")
+    moe = load(model_folder, tensors).layers[2].moe
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
-    def stored(kind: str, e: int, row: int, column: int) -> float:
+    def stored_value(kind: str, e: int, row: int, column: int) -> float:
         name = f"model.layers.2.mlp.experts.{kind}_proj"
-        block, place = divmod(column, 32)
-        byte = int(tensors[f"{name}_blocks"][e, row, block, place // 2])
-        code = byte >> 4 if place % 2 else byte & 15
+        block, offset = divmod(column, 32)
+        byte = int(tensors[f"{name}_blocks"][e, row, block, offset // 2])
+        code = byte >> 4 if offset % 2 else byte & 15
         return values[code] * 2.0 ** (int(tensors[f"{name}_scales"][e, row, block]) - 127)
 
     rng = np.random.default_rng(0)
@@ -167,5 +163,5 @@ def test_mxfp4_is_loaded_as_it_is_stored(folder):
         d = rng.integers(64)
         g = rng.integers(2)
         f = rng.integers(96)
-        assert up[d, g, f] == stored("gate_up", 4, 2 * f + g, d)
-        assert down[f, d] == stored("down", 4, d, f)
+        assert up[d, g, f] == stored_value("gate_up", 4, 2 * f + g, d)
+        assert down[f, d] == stored_value("down", 4, d, f)

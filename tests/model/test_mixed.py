@@ -1,4 +1,4 @@
-"""A format for each matrix under a budget of bits."""
+"""Mixed precision: a format per matrix under a budget of bits."""
 
 import itertools
 import json
@@ -24,22 +24,28 @@ CONFIG = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_l
 
 @settings(max_examples=cases(30))
 @given(st.data())
-def test_no_other_choice_is_better(data):
-    """Against all choices there are, with budgets of a whole number of shares."""
+def test_best_choices_match_exhaustive_search(data):
+    """With budgets that the search's discrete shares represent exactly."""
     count = data.draw(st.integers(1, 5))
     numbers = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), min_size=1, max_size=4)
-    each = [
+    choices = [
         [FormatChoice(None, float(b), float(loss)) for b, loss in data.draw(numbers)]
         for _ in range(count)
     ]
     budget = data.draw(st.integers(1, 120))
-    fits = [some for some in itertools.product(*each) if sum(way.bits for way in some) <= budget]
-    found = best_choices(budget * (1 + 1e-3), each)
-    if not fits:
-        assert found is None
+    within_budget = [
+        combination
+        for combination in itertools.product(*choices)
+        if sum(choice.bits for choice in combination) <= budget
+    ]
+    best = best_choices(budget * (1 + 1e-3), choices)
+    if not within_budget:
+        assert best is None
         return
-    assert found is not None and sum(way.bits for way in found) <= budget
-    assert sum(way.loss for way in found) == min(sum(way.loss for way in some) for some in fits)
+    assert best is not None and sum(choice.bits for choice in best) <= budget
+    assert sum(choice.loss for choice in best) == min(
+        sum(choice.loss for choice in combination) for combination in within_budget
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +66,8 @@ def samples():
     return [rng.integers(0, CONFIG["vocab_size"], 24).tolist() for _ in range(4)]
 
 
-def bits_of(folder):
-    """What the matrices of a folder take, bits a weight, and the format of each module."""
+def stored_formats(folder):
+    """(total bits of the matrices, format of each quantised module, all modules)."""
     tensors = find_tensors(folder)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     formats = {
@@ -75,33 +81,31 @@ def bits_of(folder):
         if re.search(r"_proj\.weight$", name)
     ]
     modules += list(formats)
-    taken = sum(
+    total_bits = sum(
         8 * tensor.nbytes
         for name, tensor in tensors.items()
         if re.search(r"_proj\.", name) and not name.endswith("_shape")
     )
-    return taken, formats, modules
+    return total_bits, formats, modules
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("bits", [4.3, 6])
 @pytest.mark.slow
-def test_a_folder_of_several_formats(dense, samples, tmp_path, method, bits):
-    """It takes no more than was asked for, is served, and its wide matrices are those that the loss
-    hears of.
-    """
+def test_mixed_folder_fits_the_budget_and_is_served(dense, samples, tmp_path, method, bits):
+    """Fused matrices have one format, and the engine loads the folder."""
     out = tmp_path / "out"
     config = read_config(dense, quantization=mixed.ANY)
     session.save(dense, out, config, method, samples, bits=bits)
-    taken, formats, modules = bits_of(out)
+    total_bits, formats, modules = stored_formats(out)
     weights = sum(
         np.prod(t.shape)
         for name, t in find_tensors(dense).items()
         if re.search(r"_proj\.weight$", name)
     )
-    assert bits - 0.5 < taken / weights <= bits
+    assert bits - 0.5 < total_bits / weights <= bits
     assert len(modules) == 7 * 3
-    for layer in range(3):  # what is one weight has one format
+    for layer in range(3):  # fused matrices have one format
         for together in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
             assert len({formats.get(f"model.layers.{layer}.{name}_proj") for name in together}) == 1
     assert not (tmp_path / ".out.layers").exists()
@@ -118,17 +122,17 @@ def test_a_folder_of_several_formats(dense, samples, tmp_path, method, bits):
         assert len(answer.outputs[0].token_ids) == 4
 
 
-def test_the_choice_is_the_same_when_it_goes_on(dense, samples, tmp_path):
+def test_resumed_choice_is_the_same(dense, samples, tmp_path):
     config = read_config(dense, quantization=mixed.ANY)
     source = CheckpointSource.open(dense, config, mixed.stored_format(mixed.ANY))
-    first = mixed.choose(source, samples, tmp_path, 4.3, lambda done: None)
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
-    assert len(before) == 3
-    assert mixed.choose(source, samples, tmp_path, 4.3, lambda done: None) == first
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
+    first = mixed.choose(source, samples, tmp_path, 4.3, lambda num_done: None)
+    modified_times = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    assert len(modified_times) == 3
+    assert mixed.choose(source, samples, tmp_path, 4.3, lambda num_done: None) == first
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == modified_times
 
 
-def test_costs_are_the_gradients_times_the_changes(dense, samples, tmp_path):
+def test_loss_is_half_the_squared_gradients_times_squared_changes(dense, samples, tmp_path):
     config = read_config(dense, quantization=mixed.ANY)
     source = CheckpointSource.open(dense, config, mixed.stored_format(mixed.ANY))
     sensitivity.write(source, samples, tmp_path)
@@ -137,7 +141,7 @@ def test_costs_are_the_gradients_times_the_changes(dense, samples, tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     W = source.tensors[name].read().astype(np.float64)
     squares = stored[name].read().astype(np.float64)
-    by_quant = {way.quant: way for way in mixed.format_choices(source, leaf, stored)}
+    by_quant = {choice.quant: choice for choice in mixed.format_choices(source, leaf, stored)}
     assert by_quant[None].loss == 0
     groups = W.reshape(64, -1, 32)
     top = np.take_along_axis(groups, np.abs(groups).argmax(2)[..., None], 2)
@@ -152,10 +156,14 @@ def test_costs_are_the_gradients_times_the_changes(dense, samples, tmp_path):
 
 @pytest.mark.parametrize(
     ("bits", "method", "message"),
-    [(3, "rtn", "bits is 3; the matrices of this model can be 3.* bits a weight at the least"),
-     (4.5, "awq", "method is 'awq' with bits; it can be rtn or gptq")],
-)  # fmt: skip
-def test_refused(dense, samples, tmp_path, bits, method, message):
+    [
+        (3, "rtn", "bits is 3; the matrices of this model can be 3.* bits a weight at the least"),
+        (4.5, "awq", "method is 'awq' with bits; it can be rtn or gptq"),
+    ],
+)
+def test_too_few_bits_and_unsupported_methods_are_rejected(
+    dense, samples, tmp_path, bits, method, message
+):
     config = read_config(dense, quantization=mixed.ANY)
     with pytest.raises(ModelError, match=message):
         session.save(dense, tmp_path / "out", config, method, samples, bits=bits)

@@ -1,4 +1,4 @@
-"""docs/models.md says what the code does."""
+"""docs/models.md and docs/quantisation.md match the code."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from quire.model.families import FAMILIES, UNSUPPORTED
 from quire.tests.support import formats_table, models_table
 
 
-def test_the_page_is_what_is_true():
+def test_models_page_is_up_to_date():
     assert models_table.PAGE.read_text() == models_table.page()
 
 
 def test_every_model_type_is_tested():
-    """Each is that of a tiny model, of a published one, or of the model inside of one."""
+    """By a tiny model, a published config, or the text model of one."""
     tested = {
         *models_table.by_kind(models_table.TINY_CONFIGS),
         *models_table.by_kind(models_table.PUBLISHED_CONFIGS),
@@ -28,13 +28,13 @@ def test_every_model_type_is_tested():
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_a_model_that_is_refused_says_why(kind):
+def test_unsupported_models_report_the_reason(kind):
     with pytest.raises(ModelError, match="is not supported") as caught:
         loader.family_for({"model_type": kind})
     assert UNSUPPORTED[kind] in str(caught.value)
 
 
-def test_the_tables_of_formats_are_what_is_true():
-    """docs/quantisation.md: what each format is, and what published checkpoints become."""
+def test_format_tables_are_up_to_date():
+    """Tables of docs/quantisation.md: formats, and conversion of published checkpoints."""
     text = formats_table.PAGE.read_text()
     assert formats_table.page(text) == text

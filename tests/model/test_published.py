@@ -1,6 +1,4 @@
-"""Quantised checkpoints as other tools publish them: read to the numbers that their formats mean,
-in their own bits.
-"""
+"""Quantised checkpoints in the formats of other tools: AWQ, GPTQ, FP8 and compressed-tensors."""
 
 import json
 from pathlib import Path
@@ -27,7 +25,7 @@ from quire.tests.support.quantized_files import (
     read,
 )
 
-BLOCKS = {
+FP8_BLOCKS = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -35,10 +33,10 @@ BLOCKS = {
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+FP8_SPEC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
 
 
-def compressed(weights: dict, activations: dict | None = None) -> dict:
+def compressed_tensors_config(weights: dict, activations: dict | None = None) -> dict:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
@@ -48,8 +46,7 @@ def compressed(weights: dict, activations: dict | None = None) -> dict:
     }
 
 
-# How a matrix is written, the options of that, quantization_config, and what it is kept as; None:
-# widened.
+# (writer of a matrix, its options, quantization_config, Quire's format or None if dequantised)
 CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "awq-128": (awq, {}, AWQ, "int4-128-zero"),
     "awq-32": (awq, {"group": 32}, AWQ | {"group_size": 32}, "int4-32-zero"),
@@ -91,7 +88,7 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         GPTQ | {"bits": 8, "sym": True},
         "int8-weights-128",
     ),
-    "fp8-blocks": (fp8, {}, BLOCKS, "fp8-weights-128"),
+    "fp8-blocks": (fp8, {}, FP8_BLOCKS, "fp8-weights-128"),
     "fp8-one": (
         fp8,
         {"scales": "one", "name": "weight_scale"},
@@ -107,42 +104,46 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "compressed-one": (
         fp8,
         {"scales": "one", "name": "weight_scale"},
-        compressed(FLOATS, FLOATS),
+        compressed_tensors_config(FP8_SPEC, FP8_SPEC),
         "fp8",
     ),
     "compressed-flat": (
         fp8,
         {"scales": "flat", "name": "weight_scale"},
-        compressed(FLOATS | {"strategy": "channel"}),
+        compressed_tensors_config(FP8_SPEC | {"strategy": "channel"}),
         "fp8-weights",
     ),
     "compressed-blocks": (
         fp8,
         {"name": "weight_scale"},
-        compressed(
-            FLOATS | {"strategy": "block", "block_structure": [128, 128]},
-            FLOATS | {"strategy": "group", "group_size": 128, "dynamic": True},
+        compressed_tensors_config(
+            FP8_SPEC | {"strategy": "block", "block_structure": [128, 128]},
+            FP8_SPEC | {"strategy": "group", "group_size": 128, "dynamic": True},
         ),
         "fp8-weights-128",
     ),
 }
 
 
-def written(
-    folder: Path, case: str, config: dict = LLAMA, spare: tuple[str, ...] = (), seed: int = 0
+def write_checkpoint(
+    folder: Path,
+    case: str,
+    config: dict = LLAMA,
+    dense_modules: tuple[str, ...] = (),
+    seed: int = 0,
 ):
-    """A folder as its tool writes it, and every matrix of it in float64."""
+    """Write a folder in its tool's format; return its tensors and float64 matrices."""
     write, options, quantization, _ = CASES[case]
     rng = np.random.default_rng(seed)
     tensors = {}
     expected = {}
     for name, value in tiny.draw(config).items():
         stem = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
+        if not name.endswith("_proj.weight") or stem.endswith(dense_modules or ("\n",)):
             tensors[name], expected[name] = value, value.astype(np.float64)
             continue
-        parts, expected[name] = write(rng, stem, value.shape, **options)
-        tensors |= parts
+        matrix_tensors, expected[name] = write(rng, stem, value.shape, **options)
+        tensors |= matrix_tensors
         if quantization.get("activation_scheme") == "static":
             tensors[f"{stem}.input_scale"] = np.array(0.1, np.float32)
     tiny.write(folder, config | {"quantization_config": quantization}, tensors)
@@ -151,21 +152,21 @@ def written(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow
-def test_each_matrix_is_what_its_format_says(tmp_path, case):
-    _, expected = written(tmp_path, case)
+def test_matrices_match_their_format(tmp_path, case):
+    _, expected = write_checkpoint(tmp_path, case)
     config = read_config(tmp_path)
     assert config.quant == CASES[case][3]
     weights = read(tmp_path)
-    widened = CASES[case][3] is None
-    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_dequantized(weights, expected, 1e-6 if widened else 0)  # widened to float32
+    is_dequantized = CASES[case][3] is None
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == is_dequantized
+    assert_dequantized(weights, expected, 1e-6 if is_dequantized else 0)  # dequantised to float32
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
-    if not case.startswith("compressed"):  # the head is as it was published
+    if not case.startswith("compressed"):  # the head keeps its dtype
         np.testing.assert_array_equal(weights.head_VD, expected["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "is_logged"),
     [
         ("fp8-blocks", False),
         *(
@@ -175,17 +176,19 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
         ),
     ],
 )
-def test_scales_of_activations_are_named(tmp_path, caplog, case, said):
-    written(tmp_path, case)
+def test_unused_activation_scales_are_logged(tmp_path, caplog, case, is_logged):
+    write_checkpoint(tmp_path, case)
     with caplog.at_level("INFO", "quire"):
         read(tmp_path)
-    assert ("input_scale of the checkpoint: not used" in caplog.text) == said
+    assert ("input_scale of the checkpoint: not used" in caplog.text) == is_logged
 
 
 @pytest.mark.parametrize("case", ["awq-128", "gptq-sym", "fp8-blocks", "fp8-one"])
-def test_what_the_config_leaves_dense(tmp_path, case):
-    """By parts of names, as transformers has them."""
-    _, expected = written(tmp_path, case, spare=("self_attn.o_proj", "layers.0.mlp.down_proj"))
+def test_excluded_modules_stay_dense(tmp_path, case):
+    """By parts of module names, as in transformers."""
+    _, expected = write_checkpoint(
+        tmp_path, case, dense_modules=("self_attn.o_proj", "layers.0.mlp.down_proj")
+    )
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     for key in ("modules_to_not_convert", *(["ignored_layers"] if case.startswith("fp8") else [])):
@@ -204,18 +207,18 @@ def test_what_the_config_leaves_dense(tmp_path, case):
         read(tmp_path)
 
 
-def test_zeros_of_eight_bits_in_groups_of_two_sizes(tmp_path):
-    """Parts of one weight meet in the smaller groups, zeros and all."""
-    _, expected = written(tmp_path, "gptq-8")
+def test_fused_8_bit_matrices_of_different_group_sizes(tmp_path):
+    """The fused weight has the smaller groups."""
+    _, expected = write_checkpoint(tmp_path, "gptq-8")
     tensors = load_file(tmp_path / "model.safetensors")
     rng = np.random.default_rng(5)
     for stem in [
         name.removesuffix(".qweight") for name in tensors if name.endswith("v_proj.qweight")
     ]:
-        parts, expected[f"{stem}.weight"] = gptq(
+        matrix_tensors, expected[f"{stem}.weight"] = gptq(
             rng, stem, expected[f"{stem}.weight"].shape, bits=8, group=32
         )
-        tensors |= parts
+        tensors |= matrix_tensors
     dynamic = {r"+:.*\.v_proj": {"group_size": 32}}
     tiny.write(
         tmp_path,
@@ -227,9 +230,9 @@ def test_zeros_of_eight_bits_in_groups_of_two_sizes(tmp_path):
     assert_dequantized(weights, expected)
 
 
-def test_a_zero_beyond_the_largest_code(tmp_path):
-    """Version 1 stores 255 for it."""
-    tensors, _ = written(tmp_path, "gptq-8")
+def test_gptq_zero_point_256(tmp_path):
+    """GPTQ version 1 stores the zero point minus one, here 255."""
+    tensors, _ = write_checkpoint(tmp_path, "gptq-8")
     name = "model.layers.0.mlp.down_proj"
     tensors[f"{name}.qzeros"] = np.full_like(tensors[f"{name}.qzeros"], -1)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -247,17 +250,19 @@ def test_a_zero_beyond_the_largest_code(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["gptq-order", "gptq-8-all"])
-def test_what_is_widened_can_be_rounded_again(tmp_path, case):
-    _, expected = written(tmp_path, case)
+def test_dequantized_matrices_can_be_quantized_again(tmp_path, case):
+    _, expected = write_checkpoint(tmp_path, case)
     weights = read(tmp_path, quantization="int8")
     for i, layer in enumerate(weights.layers):
         leaf = layer.mlp.down_FD
-        right = expected[f"model.layers.{i}.mlp.down_proj.weight"].T
-        np.testing.assert_allclose(leaf.codes * leaf.scale, right, atol=np.abs(right).max() / 250)
+        expected_matrix = expected[f"model.layers.{i}.mlp.down_proj.weight"].T
+        np.testing.assert_allclose(
+            leaf.codes * leaf.scale, expected_matrix, atol=np.abs(expected_matrix).max() / 250
+        )
 
 
-def test_another_format_than_the_checkpoint_s_is_refused(tmp_path):
-    written(tmp_path, "fp8-blocks")
+def test_other_quantization_than_the_checkpoints_is_rejected(tmp_path):
+    write_checkpoint(tmp_path, "fp8-blocks")
     with pytest.raises(
         ModelError, match="'int4', and the checkpoint is quantised already, as 'fp8-weights-128'"
     ):
@@ -266,18 +271,16 @@ def test_another_format_than_the_checkpoint_s_is_refused(tmp_path):
 
 @pytest.mark.parametrize("case", ["awq-128", "gptq-3", "gptq-8", "fp8-blocks", "fp8-one", "fbgemm"])
 @pytest.mark.slow
-def test_tokens_and_company(tmp_path, case):
-    """Through the whole engine: near the dense model of the same numbers, and the same bits in
-    company.
-    """
-    _, expected = written(tmp_path / "codes", case, LLAMA | {"torch_dtype": "bfloat16"})
+def test_engine_tokens_match_dense_and_are_batch_invariant(tmp_path, case):
+    """The dense model has the dequantised weights."""
+    _, expected = write_checkpoint(tmp_path / "codes", case, LLAMA | {"torch_dtype": "bfloat16"})
     tiny.write(
         tmp_path / "dense",
         LLAMA,
         {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()},
     )
     llm = LLM(tmp_path / "codes", skip_tokenizer_init=True, **served_codes.SIZES)
-    # Rows that become FP8 are rounded more.
+    # FP8 rows have larger rounding errors.
     served_codes.check(llm, tmp_path / "dense", times=8 if CASES[case][3] == "fp8" else 3)
 
 
@@ -327,8 +330,8 @@ DAMAGE = [
 @pytest.mark.parametrize(
     ("case", "ending", "change", "words"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE]
 )
-def test_damage_is_named(tmp_path, case, ending, change, words):
-    tensors, _ = written(tmp_path, case)
+def test_error_names_the_damaged_tensor(tmp_path, case, ending, change, words):
+    tensors, _ = write_checkpoint(tmp_path, case)
     check_damage(tmp_path, tensors, STEM + ending, change, words)
 
 
@@ -349,14 +352,14 @@ CONFIGS = [
     (GPTQ | {"dynamic": {"-:(a+)+": {}}}, "dynamic.-:(a+)+"),
     (GPTQ | {"dynamic": [1]}, "dynamic = [1]"),
     (GPTQ | {"lm_head": 1}, "lm_head = 1"),
-    (BLOCKS | {"weight_block_size": [64, 128]}, "weight_block_size"),
-    (BLOCKS | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
-    (BLOCKS | {"activation_scheme": "often"}, "activation_scheme"),
+    (FP8_BLOCKS | {"weight_block_size": [64, 128]}, "weight_block_size"),
+    (FP8_BLOCKS | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+    (FP8_BLOCKS | {"activation_scheme": "often"}, "activation_scheme"),
 ]
 
 
 @pytest.mark.parametrize(("config", "words"), CONFIGS, ids=[words for _, words in CONFIGS])
-def test_a_config_that_is_not_understood(tmp_path, config, words):
+def test_error_names_the_unsupported_config_key(tmp_path, config, words):
     tiny.write(tmp_path, LLAMA | {"quantization_config": config}, {"x": np.zeros(1, np.float32)})
     with pytest.raises(ModelError, match="quantization_config") as error:
         read_config(tmp_path)

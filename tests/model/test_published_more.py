@@ -1,6 +1,4 @@
-"""More forms of quantised checkpoints: NVFP4, MXFP4, bitsandbytes, AutoRound, integers of eight
-bits in groups.
-"""
+"""More quantised checkpoint formats: NVFP4, MXFP4, bitsandbytes, AutoRound, HQQ, modelopt."""
 
 import json
 from typing import Any
@@ -38,7 +36,9 @@ from quire.tests.support.quantized_files import (
 )
 
 
-def compressed(form: str, weights: dict, activations: dict | None = None, **other) -> dict:
+def compressed_tensors_config(
+    form: str, weights: dict, activations: dict | None = None, **options
+) -> dict:
     group = {
         "targets": ["Linear"],
         "weights": weights,
@@ -52,7 +52,7 @@ def compressed(form: str, weights: dict, activations: dict | None = None, **othe
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
         "quantization_status": "compressed",
-    } | other
+    } | options
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
@@ -65,7 +65,7 @@ FLOAT4 = {
 ROWS4 = FLOAT4 | {"dynamic": "local"}
 MX4 = FLOAT4 | {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
 # As auto-round 0.16 writes it.
-ROUND = {
+AUTO_ROUND = {
     "quant_method": "auto-round",
     "packing_format": "auto_round:auto_gptq",
     "bits": 4,
@@ -80,11 +80,16 @@ ROUND = {
     "block_name_to_quantize": "model.layers",
     "low_gpu_mem_usage": True,
 }
-ROUND2 = ROUND | {"packing_format": "auto_round", "sym": False, "bits": 2, "group_size": 32}
+AUTO_ROUND_2_BIT = AUTO_ROUND | {
+    "packing_format": "auto_round",
+    "sym": False,
+    "bits": 2,
+    "group_size": 32,
+}
 
 
 def hqq_config(bits: int = 4, size: Any = 64, axis: int = 1, **changes) -> dict:
-    """As transformers writes it."""
+    """HQQ's `quantization_config` as transformers writes it."""
     params = {
         "weight_quant_params": {
             "nbits": bits,
@@ -103,8 +108,8 @@ def hqq_config(bits: int = 4, size: Any = 64, axis: int = 1, **changes) -> dict:
     return {"quant_method": "hqq", "quant_config": params, "skip_modules": ["lm_head"]}
 
 
-# As modelopt 0.47 writes it into config.json, and older ones beside it.
-OPT = {
+# As modelopt 0.47 writes it into config.json, and older versions into hf_quant_config.json.
+MODELOPT = {
     "config_groups": {
         "group_0": {
             "input_activations": {
@@ -123,7 +128,7 @@ OPT = {
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
     "producer": {"name": "modelopt", "version": "0.47.0"},
 }
-BESIDE = {
+MODELOPT_FILE = {
     "producer": {"name": "modelopt", "version": "0.23.0"},
     "quantization": {
         "quant_algo": "FP8",
@@ -132,8 +137,8 @@ BESIDE = {
         "group_size": None,
     },
 }
-BY_SCALES = {"names": ("weight", "weight_scale", "weight_scale_2")}
-ONE = {"scales": "one", "name": "weight_scale"}
+MODELOPT_NAMES = {"names": ("weight", "weight_scale", "weight_scale_2")}
+PER_TENSOR_SCALE = {"scales": "one", "name": "weight_scale"}
 # As transformers writes it.
 BNB = {
     "_load_in_4bit": True,
@@ -166,30 +171,44 @@ BY_OUTPUT = {
 }
 PACKED = "pack-quantized"
 
-# How a matrix is written, the options of that, quantization_config, and what it is kept as; None:
-# widened.
+# (writer of a matrix, its options, quantization_config, Quire's format or None if dequantised)
 CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
-    "nvfp4": (nvfp4, {}, compressed("nvfp4-pack-quantized", FLOAT4), "nvfp4"),
-    "nvfp4-rows": (nvfp4, {}, compressed("nvfp4-pack-quantized", FLOAT4, ROWS4), "nvfp4"),
-    "mxfp4": (mxfp4, {}, compressed("mxfp4-pack-quantized", MX4), "mxfp4"),
+    "nvfp4": (nvfp4, {}, compressed_tensors_config("nvfp4-pack-quantized", FLOAT4), "nvfp4"),
+    "nvfp4-rows": (
+        nvfp4,
+        {},
+        compressed_tensors_config("nvfp4-pack-quantized", FLOAT4, ROWS4),
+        "nvfp4",
+    ),
+    "mxfp4": (mxfp4, {}, compressed_tensors_config("mxfp4-pack-quantized", MX4), "mxfp4"),
     "mxfp4-rows": (
         mxfp4,
         {},
-        compressed("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True}),
+        compressed_tensors_config("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True}),
         "mxfp4",
     ),
-    "int8-128": (pack_quantized, {"group": 128}, compressed(PACKED, INTEGERS), "int8-weights-128"),
+    "int8-128": (
+        pack_quantized,
+        {"group": 128},
+        compressed_tensors_config(PACKED, INTEGERS),
+        "int8-weights-128",
+    ),
     "int8-32": (
         pack_quantized,
         {"group": 32},
-        compressed(PACKED, INTEGERS | {"group_size": 32}),
+        compressed_tensors_config(PACKED, INTEGERS | {"group_size": 32}),
         "int8-weights-32",
     ),
-    "int4-outputs": (pack_quantized, {"bits": 4}, compressed(PACKED, BY_OUTPUT), "int4-128"),
+    "int4-outputs": (
+        pack_quantized,
+        {"bits": 4},
+        compressed_tensors_config(PACKED, BY_OUTPUT),
+        "int4-128",
+    ),
     "int4-outputs-zero": (
         pack_quantized,
         {"bits": 4, "zero": True},
-        compressed(PACKED, BY_OUTPUT | {"symmetric": False}),
+        compressed_tensors_config(PACKED, BY_OUTPUT | {"symmetric": False}),
         "int4-128-zero",
     ),
     "gptq-8-64": (
@@ -220,18 +239,18 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
         BNB | {"bnb_4bit_quant_type": "fp4"},
         "fp4",
     ),
-    "round": (gptq, {"sym": True}, ROUND, "int4-128"),
+    "round": (gptq, {"sym": True}, AUTO_ROUND, "int4-128"),
     "round-8": (
         gptq,
         {"sym": True, "bits": 8},
-        ROUND | {"bits": 8, "quant_method": "intel/auto-round"},
+        AUTO_ROUND | {"bits": 8, "quant_method": "intel/auto-round"},
         "int8-weights-128",
     ),
-    "round-2": (gptq, {"bits": 2, "group": 32, "version": 2}, ROUND2, "int4-32-zero"),
+    "round-2": (gptq, {"bits": 2, "group": 32, "version": 2}, AUTO_ROUND_2_BIT, "int4-32-zero"),
     "round-awq": (
         awq,
         {},
-        ROUND | {"packing_format": "auto_round:auto_awq", "sym": False},
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False},
         "int4-128-zero",
     ),
     "hqq-4": (hqq, {}, hqq_config(), "int4-64-least"),
@@ -242,34 +261,39 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "hqq-1-16": (hqq, {"bits": 1, "group": 16}, hqq_config(1, 16), None),
     "hqq-4-down": (hqq, {"axis": 0}, hqq_config(axis=0), None),
     "hqq-3-down": (hqq, {"axis": 0, "bits": 3}, hqq_config(3, axis=0), None),
-    "opt-4": (nvfp4, BY_SCALES, OPT, "nvfp4"),
-    "opt-4-weights": (nvfp4, BY_SCALES, OPT | {"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
-    "opt-8": (fp8, ONE, BESIDE | {"quant_method": "modelopt"}, "fp8"),
+    "opt-4": (nvfp4, MODELOPT_NAMES, MODELOPT, "nvfp4"),
+    "opt-4-weights": (nvfp4, MODELOPT_NAMES, MODELOPT | {"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
+    "opt-8": (fp8, PER_TENSOR_SCALE, MODELOPT_FILE | {"quant_method": "modelopt"}, "fp8"),
     "opt-8-outputs": (
         fp8,
-        ONE | {"scales": "flat"},
-        OPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        PER_TENSOR_SCALE | {"scales": "flat"},
+        MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "fp8",
     ),
     "bnb-8": (bitsandbytes_8bit, {}, BNB8, "int8-weights"),
 }
 
 
-def written(
-    folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, config: dict = LLAMA, **changes
+def write_checkpoint(
+    folder,
+    case: str,
+    dense_modules: tuple[str, ...] = (),
+    seed: int = 0,
+    config: dict = LLAMA,
+    **changes,
 ):
-    """A folder as its tool writes it, and every matrix of it in float64."""
+    """Write a folder in its tool's format; return its tensors and float64 matrices."""
     write, options, quantization, _ = CASES[case]
     rng = np.random.default_rng(seed)
     tensors = {}
     expected = {}
     for name, value in tiny.draw(config).items():
         stem = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
+        if not name.endswith("_proj.weight") or stem.endswith(dense_modules or ("\n",)):
             tensors[name], expected[name] = value, value.astype(np.float64)
             continue
-        parts, expected[name] = write(rng, stem, value.shape, **options)
-        tensors |= parts
+        matrix_tensors, expected[name] = write(rng, stem, value.shape, **options)
+        tensors |= matrix_tensors
         if case.startswith("opt"):
             tensors[f"{stem}.input_scale"] = np.array(0.1, np.float32)
         if case.endswith("-rows"):
@@ -278,28 +302,26 @@ def written(
     return tensors, expected
 
 
-def near(case: str) -> float:
-    """How far a weight may be off: HQQ's have a product taken off, kept in float32, and FP4's a
-    twelfth for a scale.
-    """
+def tolerance(case: str) -> float:
+    """Absolute tolerance: HQQ subtracts a float32 product, and FP4 scales are divided by twelve."""
     return 1e-7 if case.startswith(("hqq", "fp4")) else 0
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow
-def test_each_matrix_is_what_its_format_says(tmp_path, case):
-    _, expected = written(tmp_path, case)
+def test_matrices_match_their_format(tmp_path, case):
+    _, expected = write_checkpoint(tmp_path, case)
     assert read_config(tmp_path).quant == CASES[case][3]
     weights = read(tmp_path)
-    widened = CASES[case][3] is None
-    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == widened
-    assert_dequantized(weights, expected, 1e-6 if widened else 0, near(case))
+    is_dequantized = CASES[case][3] is None
+    assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray) == is_dequantized
+    assert_dequantized(weights, expected, 1e-6 if is_dequantized else 0, tolerance(case))
     np.testing.assert_array_equal(weights.embed_VD, expected["model.embed_tokens.weight"])
 
 
-SPARE = ("self_attn.o_proj", "layers.0.mlp.down_proj")
+DENSE_MODULES = ("self_attn.o_proj", "layers.0.mlp.down_proj")
 DENSE = {"bits": 16, "data_type": "float"}
-UNSPARED = {
+WITHOUT_DENSE_MODULES = {
     "nvfp4-rows",
     "mxfp4-rows",
     "opt-8",
@@ -309,13 +331,13 @@ UNSPARED = {
     "hqq-1-16",
     "hqq-4-down",
     "hqq-3-down",
-}  # said twice, or widened anyway
-SPARED = {  # how a config says it
+}  # covered by another case, or dequantised anyway
+DENSE_MODULES_BY_METHOD = {  # the key and value that exclude modules, by quant_method
     "compressed-tensors": (
         "ignore",
         ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"],
     ),
-    "gptq": ("modules_to_not_convert", list(SPARE)),
+    "gptq": ("modules_to_not_convert", list(DENSE_MODULES)),
     "auto-round": (
         "extra_config",
         {
@@ -326,7 +348,7 @@ SPARED = {  # how a config says it
             r"layers\.0\.mlp\.down_proj$": DENSE,
         },
     ),
-    "hqq": ("skip_modules", ["lm_head", *SPARE]),
+    "hqq": ("skip_modules", ["lm_head", *DENSE_MODULES]),
     "modelopt": (
         "ignore",
         ["*lm_head*", "model.layers.*.self_attn.o_proj", "model.layers.0.mlp.down*"],
@@ -338,24 +360,24 @@ SPARED = {  # how a config says it
 }
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in UNSPARED])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WITHOUT_DENSE_MODULES])
 @pytest.mark.slow
-def test_what_the_config_leaves_dense(tmp_path, case):
-    key, names = SPARED[CASES[case][2]["quant_method"]]
-    _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
+def test_excluded_modules_stay_dense(tmp_path, case):
+    key, names = DENSE_MODULES_BY_METHOD[CASES[case][2]["quant_method"]]
+    _, expected = write_checkpoint(tmp_path / "said", case, DENSE_MODULES, **{key: names})
     weights = read(tmp_path / "said")
-    assert_dequantized(weights, expected, atol=near(case))
+    assert_dequantized(weights, expected, atol=tolerance(case))
     assert isinstance(weights.layers[1].attention.out_NHD, np.ndarray)
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
-    written(tmp_path / "unsaid", case, SPARE)
+    write_checkpoint(tmp_path / "unsaid", case, DENSE_MODULES)
     with pytest.raises(ModelError, match=r"self_attn.o_proj.weight' is not quantised"):
         read(tmp_path / "unsaid")
 
 
-def test_blocks_that_cross_rows_are_widened(tmp_path):
-    """Inputs of `down_proj` that do not divide by 64: every other matrix is kept."""
-    _, expected = written(tmp_path, "nf4", config=LLAMA | {"intermediate_size": 400})
+def test_blocks_across_rows_are_dequantized(tmp_path):
+    """`down_proj` has inputs that 64 does not divide; other matrices stay quantised."""
+    _, expected = write_checkpoint(tmp_path, "nf4", config=LLAMA | {"intermediate_size": 400})
     weights = read(tmp_path)
     assert isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[0].mlp.up_DGF, np.ndarray)
@@ -364,8 +386,8 @@ def test_blocks_that_cross_rows_are_widened(tmp_path):
     )
 
 
-def test_codes_in_a_wider_type(tmp_path):
-    tensors, expected = written(tmp_path, "nf4", bnb_4bit_quant_storage="bfloat16")
+def test_bitsandbytes_codes_stored_as_bfloat16(tmp_path):
+    tensors, expected = write_checkpoint(tmp_path, "nf4", bnb_4bit_quant_storage="bfloat16")
     for name, value in tensors.items():
         if name.endswith("_proj.weight"):
             tensors[name] = value.reshape(1, -1).view(ml_dtypes.bfloat16).T
@@ -373,28 +395,30 @@ def test_codes_in_a_wider_type(tmp_path):
     assert_dequantized(read(tmp_path), expected)
 
 
-def test_modules_of_several_bits(tmp_path):
-    """As AutoRound mixes them: what is kept apart of one weight meets in signed bytes."""
-    _, expected = written(tmp_path, "round")
+def test_auto_round_modules_of_different_bits(tmp_path):
+    """Fused matrices of different bits are stored as int8."""
+    _, expected = write_checkpoint(tmp_path, "round")
     tensors = load_file(tmp_path / "model.safetensors")
     rng = np.random.default_rng(5)
     layers = range(LLAMA["num_hidden_layers"])
-    eight = [
+    eight_bit_names = [
         f"model.layers.{i}.{name}" for i in layers for name in ("self_attn.v_proj", "mlp.up_proj")
     ]
-    two = [f"model.layers.{i}.mlp.down_proj" for i in layers]
+    two_bit_names = [f"model.layers.{i}.mlp.down_proj" for i in layers]
     for names, options in (
-        (eight, {"bits": 8, "group": 64, "sym": True}),
-        (two, {"bits": 2, "group": 64}),
+        (eight_bit_names, {"bits": 8, "group": 64, "sym": True}),
+        (two_bit_names, {"bits": 2, "group": 64}),
     ):
         for stem in names:
-            parts, expected[f"{stem}.weight"] = gptq(
+            matrix_tensors, expected[f"{stem}.weight"] = gptq(
                 rng, stem, expected[f"{stem}.weight"].shape, **options
             )
-            tensors |= parts
-    extra = dict.fromkeys(eight, {"bits": 8, "group_size": 64})
+            tensors |= matrix_tensors
+    extra = dict.fromkeys(eight_bit_names, {"bits": 8, "group_size": 64})
     extra |= {r".*mlp\.down_proj.*": {"bits": 2, "group_size": 64, "sym": False}}
-    tiny.write(tmp_path, LLAMA | {"quantization_config": ROUND | {"extra_config": extra}}, tensors)
+    tiny.write(
+        tmp_path, LLAMA | {"quantization_config": AUTO_ROUND | {"extra_config": extra}}, tensors
+    )
     weights = read(tmp_path)
     for layer in weights.layers:
         assert layer.attention.qkv_DGH.code == layer.mlp.up_DGF.code == "int8"
@@ -402,19 +426,19 @@ def test_modules_of_several_bits(tmp_path):
     assert_dequantized(weights, expected)
 
 
-def test_patterns_of_gptq(tmp_path):
-    """GPTQModel's `dynamic`, and a head in codes, which is widened."""
-    _, expected = written(tmp_path, "gptq-8-64", SPARE[:1])
+def test_gptqmodel_dynamic_patterns(tmp_path):
+    """Also a quantised head, which is dequantised."""
+    _, expected = write_checkpoint(tmp_path, "gptq-8-64", DENSE_MODULES[:1])
     tensors = load_file(tmp_path / "model.safetensors")
     rng = np.random.default_rng(5)
     name = "model.layers.1.mlp.down_proj"
     options = {"lm_head": {"sym": True, "bits": 8, "group": 64}, name: {"group": 32}}
-    for stem, more in options.items():
+    for stem, matrix_options in options.items():
         tensors.pop(f"{stem}.weight", None)
-        parts, expected[f"{stem}.weight"] = gptq(
-            rng, stem, expected[f"{stem}.weight"].shape, **more
+        matrix_tensors, expected[f"{stem}.weight"] = gptq(
+            rng, stem, expected[f"{stem}.weight"].shape, **matrix_options
         )
-        tensors |= parts
+        tensors |= matrix_tensors
     dynamic = {
         r"-:.*\.o_proj": {},
         r"+:.*\.1\.mlp\.down_proj": {"bits": 4, "group_size": 32, "sym": False},
@@ -430,10 +454,10 @@ def test_patterns_of_gptq(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["mxfp4", "nvfp4"])
-def test_codes_of_experts(tmp_path, case):
-    """Each expert's matrices by themselves."""
+def test_experts_stored_as_separate_matrices(tmp_path, case):
+    """One matrix per expert and projection."""
     write, options, quantization, _ = CASES[case]
-    (variant,) = [one for one in MOE_VARIANTS if one.name == "mixtral"]
+    (variant,) = [candidate for candidate in MOE_VARIANTS if candidate.name == "mixtral"]
     with np.load(HERE / "mixtral.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     write_folder(tmp_path, variant.config, meta["tensors"], meta["seed"])
@@ -444,10 +468,10 @@ def test_codes_of_experts(tmp_path, case):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}
         file.unlink()
     for name in [name for name in tensors if ".experts." in name or "_proj" in name]:
-        parts, expected[name] = write(
+        matrix_tensors, expected[name] = write(
             rng, name.removesuffix(".weight"), tensors.pop(name).shape, **options
         )
-        tensors |= parts
+        tensors |= matrix_tensors
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = quantization | {
@@ -467,18 +491,16 @@ def test_codes_of_experts(tmp_path, case):
         )
 
 
-def test_what_modelopt_says_beside_config_json(tmp_path):
-    _, expected = written(tmp_path, "opt-8")
+def test_modelopt_settings_in_hf_quant_config(tmp_path):
+    _, expected = write_checkpoint(tmp_path, "opt-8")
     tiny.write(tmp_path / "plain", LLAMA)
     (tmp_path / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(BESIDE))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT_FILE))
     assert_dequantized(read(tmp_path), expected)
 
 
-def test_modules_in_two_formats(tmp_path):
-    """As modelopt mixes them: parts of one weight that are kept apart are widened, the others are
-    kept.
-    """
+def test_modelopt_mixed_precision(tmp_path):
+    """Fused matrices of different formats are dequantised; the others stay quantised."""
     rng = np.random.default_rng(0)
     tensors = {}
     expected = {}
@@ -488,13 +510,15 @@ def test_modules_in_two_formats(tmp_path):
         if not name.endswith("_proj.weight") or "layers.0.self_attn.o" in name:
             continue
         del tensors[name]
-        four = name.endswith(("down_proj.weight", "q_proj.weight"))
-        write, options = (nvfp4, BY_SCALES) if four else (fp8, ONE)
-        parts, expected[name] = write(rng, stem, value.shape, **options)
-        tensors |= parts
-        layers[stem] = {"quant_algo": "NVFP4", "group_size": 16} if four else {"quant_algo": "FP8"}
-    more = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    tiny.write(tmp_path, LLAMA | {"quantization_config": OPT | more}, tensors)
+        is_fp4 = name.endswith(("down_proj.weight", "q_proj.weight"))
+        write, options = (nvfp4, MODELOPT_NAMES) if is_fp4 else (fp8, PER_TENSOR_SCALE)
+        matrix_tensors, expected[name] = write(rng, stem, value.shape, **options)
+        tensors |= matrix_tensors
+        layers[stem] = (
+            {"quant_algo": "NVFP4", "group_size": 16} if is_fp4 else {"quant_algo": "FP8"}
+        )
+    mixed_options = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    tiny.write(tmp_path, LLAMA | {"quantization_config": MODELOPT | mixed_options}, tensors)
     weights = read(tmp_path)
     assert isinstance(weights.layers[0].attention.qkv_DGH, np.ndarray)
     assert isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
@@ -503,7 +527,7 @@ def test_modules_in_two_formats(tmp_path):
     assert_dequantized(weights, expected, 1e-6)
 
 
-COMPANY = [
+SERVED_CASES = [
     "nvfp4-rows",
     "mxfp4",
     "int8-128",
@@ -518,21 +542,21 @@ COMPANY = [
 ]
 
 
-@pytest.mark.parametrize("case", COMPANY)
+@pytest.mark.parametrize("case", SERVED_CASES)
 @pytest.mark.slow
-def test_tokens_and_company(tmp_path, case):
-    """Through the whole engine: near the dense model of the same numbers, and the same bits in
-    company.
-    """
-    _, expected = written(tmp_path / "codes", case, config=LLAMA | {"torch_dtype": "bfloat16"})
+def test_engine_tokens_match_dense_and_are_batch_invariant(tmp_path, case):
+    """The dense model has the dequantised weights."""
+    _, expected = write_checkpoint(
+        tmp_path / "codes", case, config=LLAMA | {"torch_dtype": "bfloat16"}
+    )
     dense = {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
     tiny.write(tmp_path / "dense", LLAMA, dense)
     llm = LLM(tmp_path / "codes", skip_tokenizer_init=True, **served_codes.SIZES)
     served_codes.check(llm, tmp_path / "dense")
 
 
-def said(tensor: np.ndarray, **changes) -> np.ndarray:
-    """The JSON in a tensor, changed."""
+def change_json(tensor: np.ndarray, **changes) -> np.ndarray:
+    """Change keys of the JSON in a tensor."""
     return np.frombuffer(json.dumps(json.loads(tensor.tobytes()) | changes).encode(), np.uint8)
 
 
@@ -627,29 +651,39 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     (
         "nf4",
         f".{STATE}nf4",
-        lambda x: said(x, shape=[4, -1]),
+        lambda x: change_json(x, shape=[4, -1]),
         r"says shape = \[4, -1\]; it must be two sizes",
     ),
     (
         "nf4",
         f".{STATE}nf4",
-        lambda x: said(x, blocksize=0),
+        lambda x: change_json(x, blocksize=0),
         "says blocksize = 0; it must be a whole number",
     ),
     (
         "nf4",
         f".{STATE}nf4",
-        lambda x: said(x, blocksize=1 << 40),
+        lambda x: change_json(x, blocksize=1 << 40),
         "says blocksize = 1099511627776; it must be",
     ),
     (
         "nf4",
         f".{STATE}nf4",
-        lambda x: said(x, nested_blocksize=1 << 40),
+        lambda x: change_json(x, nested_blocksize=1 << 40),
         "says nested_blocksize = 1099511627776",
     ),
-    ("nf4", f".{STATE}nf4", lambda x: said(x, nested_blocksize=256), "says nested_offset = None"),
-    ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=32), f"tensor '{STEM}.weight.absmax' is"),
+    (
+        "nf4",
+        f".{STATE}nf4",
+        lambda x: change_json(x, nested_blocksize=256),
+        "says nested_offset = None",
+    ),
+    (
+        "nf4",
+        f".{STATE}nf4",
+        lambda x: change_json(x, blocksize=32),
+        f"tensor '{STEM}.weight.absmax' is",
+    ),
     (
         "nf4-nested",
         ".weight.nested_absmax",
@@ -672,23 +706,32 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("case", "ending", "change", "words_of"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE]
+    ("case", "ending", "change", "message"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE]
 )
 @pytest.mark.slow
-def test_damage_is_named(tmp_path, case, ending, change, words_of):
-    tensors, _ = written(tmp_path, case)
-    check_damage(tmp_path, tensors, STEM + ending, change, words_of)
+def test_error_names_the_damaged_tensor(tmp_path, case, ending, change, message):
+    tensors, _ = write_checkpoint(tmp_path, case)
+    check_damage(tmp_path, tensors, STEM + ending, change, message)
 
 
 CONFIGS: list[tuple[dict, str]] = [
-    (compressed("mxfp4-pack-quantized", FLOAT4), "format = 'mxfp4-pack-quantized'"),
-    (compressed("nvfp4-pack-quantized", FLOAT4 | {"group_size": 64}), "group_size = 64"),
-    (compressed("nvfp4-pack-quantized", FLOAT4 | {"symmetric": False}), "symmetric = False"),
-    (compressed("mxfp4-pack-quantized", MX4 | {"group_size": 16}), "group_size = 16"),
-    (compressed("int-quantized", INTEGERS), "format = 'int-quantized'"),
-    (compressed(PACKED, INTEGERS | {"symmetric": False}), "symmetric = False"),
-    (compressed(PACKED, INTEGERS, INTEGERS), "input_activations"),
-    (compressed(PACKED, BY_OUTPUT, BY_OUTPUT), "input_activations"),
+    (compressed_tensors_config("mxfp4-pack-quantized", FLOAT4), "format = 'mxfp4-pack-quantized'"),
+    (
+        compressed_tensors_config("nvfp4-pack-quantized", FLOAT4 | {"group_size": 64}),
+        "group_size = 64",
+    ),
+    (
+        compressed_tensors_config("nvfp4-pack-quantized", FLOAT4 | {"symmetric": False}),
+        "symmetric = False",
+    ),
+    (
+        compressed_tensors_config("mxfp4-pack-quantized", MX4 | {"group_size": 16}),
+        "group_size = 16",
+    ),
+    (compressed_tensors_config("int-quantized", INTEGERS), "format = 'int-quantized'"),
+    (compressed_tensors_config(PACKED, INTEGERS | {"symmetric": False}), "symmetric = False"),
+    (compressed_tensors_config(PACKED, INTEGERS, INTEGERS), "input_activations"),
+    (compressed_tensors_config(PACKED, BY_OUTPUT, BY_OUTPUT), "input_activations"),
     (hqq_config(5), "nbits = 5"),
     (hqq_config(size=None), "group_size = None"),
     (hqq_config(size=12), "group_size = 12"),
@@ -696,33 +739,34 @@ CONFIGS: list[tuple[dict, str]] = [
     (hqq_config(channel_wise=False), "channel_wise = False"),
     (hqq_config() | {"quant_config": {"self_attn.q_proj": {}}}, "quant_config.self_attn.q_proj"),
     (hqq_config() | {"quant_config": None}, "quant_config = None"),
-    (ROUND | {"packing_format": "mlx"}, "packing_format = 'mlx'"),
-    (ROUND | {"packing_format": None}, "packing_format = None"),
-    (ROUND | {"act_bits": 8}, "act_bits = 8"),
-    (ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp'"),
-    (ROUND | {"data_type": "float"}, "data_type = 'float'"),
-    (ROUND | {"rotation_configs": [{"kind": "hadamard"}]}, "rotation_configs"),
-    (ROUND | {"extra_config": {"lm_head": {"bits": 5}}}, "bits = 5"),
+    (AUTO_ROUND | {"packing_format": "mlx"}, "packing_format = 'mlx'"),
+    (AUTO_ROUND | {"packing_format": None}, "packing_format = None"),
+    (AUTO_ROUND | {"act_bits": 8}, "act_bits = 8"),
+    (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+    (AUTO_ROUND | {"data_type": "float"}, "data_type = 'float'"),
+    (AUTO_ROUND | {"rotation_configs": [{"kind": "hadamard"}]}, "rotation_configs"),
+    (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 5}}}, "bits = 5"),
     (
-        ROUND | {"extra_config": {"lm_head": {"spin": 5}}},
+        AUTO_ROUND | {"extra_config": {"lm_head": {"spin": 5}}},
         "extra_config.lm_head.spin = 5 is not understood",
     ),
-    (ROUND | {"extra_config": {"(a+)+": DENSE}}, "extra_config.(a+)+"),
-    (ROUND | {"extra_config": [1]}, "extra_config = [1]"),
-    (ROUND | {"packing_format": "auto_round:auto_awq", "bits": 8}, "bits = 8"),
-    (OPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
-    (OPT | {"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True}, "pre_quant_scale = True"),
-    (OPT | {"quant_algo": None}, "quant_algo = None"),
-    (OPT | {"group_size": 32}, "group_size = 32"),
-    (OPT | {"ignore": ["model.layers.[01].mlp"]}, "model.layers.[01].mlp"),
-    (OPT | {"spin": 1}, "spin = 1 is not understood"),
+    (AUTO_ROUND | {"extra_config": {"(a+)+": DENSE}}, "extra_config.(a+)+"),
+    (AUTO_ROUND | {"extra_config": [1]}, "extra_config = [1]"),
+    (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "bits": 8}, "bits = 8"),
+    (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+    (MODELOPT | {"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True}, "pre_quant_scale = True"),
+    (MODELOPT | {"quant_algo": None}, "quant_algo = None"),
+    (MODELOPT | {"group_size": 32}, "group_size = 32"),
+    (MODELOPT | {"ignore": ["model.layers.[01].mlp"]}, "model.layers.[01].mlp"),
+    (MODELOPT | {"spin": 1}, "spin = 1 is not understood"),
     (
-        BESIDE | {"quant_method": "modelopt", "quantization": 4},
+        MODELOPT_FILE | {"quant_method": "modelopt", "quantization": 4},
         "quantization_config.quantization = 4",
     ),
-    (OPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers = None"),
+    (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers = None"),
     (
-        OPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W8A16"}}},
+        MODELOPT
+        | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W8A16"}}},
         "a.quant_algo",
     ),
     (BNB | {"load_in_8bit": True}, "load_in_4bit = True"),
@@ -735,10 +779,10 @@ CONFIGS: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("config", "said"), CONFIGS, ids=[f"{i}-{said}" for i, (_, said) in enumerate(CONFIGS)]
+    ("config", "words"), CONFIGS, ids=[f"{i}-{words}" for i, (_, words) in enumerate(CONFIGS)]
 )
-def test_a_config_that_is_not_understood(tmp_path, config, said):
+def test_error_names_the_unsupported_config_key(tmp_path, config, words):
     tiny.write(tmp_path, LLAMA | {"quantization_config": config}, {"x": np.zeros(1, np.float32)})
     with pytest.raises(ModelError, match="quantization_config") as error:
         read_config(tmp_path)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert words in str(error.value) and "\n" not in str(error.value)

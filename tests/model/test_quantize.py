@@ -1,6 +1,4 @@
-"""Rounded checkpoints: written by `quire quantize`, by hand as vLLM's tools write them, and
-damaged.
-"""
+"""Quantised checkpoints: those of `quire quantize`, in compressed-tensors format, and damaged."""
 
 import json
 import math
@@ -76,8 +74,8 @@ def draw(config: dict, dtype=np.float32) -> dict[str, np.ndarray]:
     return tensors
 
 
-def read(folder: Path, quantization: str | None = None, dtype: str = "auto"):
-    """The weights as numpy arrays, not placed."""
+def load_host_weights(folder: Path, quantization: str | None = None, dtype: str = "auto"):
+    """Load the weights as numpy arrays, without placement on devices."""
     return load_weights(
         folder, read_config(folder, dtype, quantization=quantization), place=lambda spec, leaf: leaf
     )
@@ -88,26 +86,28 @@ def quantize(folder: Path, out: Path, name: str) -> Path:
     return out
 
 
-def assert_same(a, b) -> None:
-    """The same arrays in the same tree, bit for bit."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+def assert_same_leaves(actual, expected) -> None:
+    """Check that two trees have the same structure and bit-identical arrays."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for actual_leaf, expected_leaf in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert (actual_leaf.dtype, actual_leaf.shape) == (expected_leaf.dtype, expected_leaf.shape)
+        assert np.asarray(actual_leaf).tobytes() == np.asarray(expected_leaf).tobytes()
 
 
-def size(folder: Path) -> int:
+def checkpoint_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def change(folder: Path, **values) -> None:
-    """Keys of config.json replaced."""
+def update_config(folder: Path, **values) -> None:
+    """Replace keys of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def refused(work, *words: str) -> str:
-    """What the error says: one line, with these words in it."""
+def assert_rejected(work, *words: str) -> str:
+    """Check that `work` raises a one-line ModelError that contains `words`; return its message."""
     with pytest.raises(ModelError) as caught:
         work()
     message = str(caught.value)
@@ -117,15 +117,15 @@ def refused(work, *words: str) -> str:
     return message
 
 
-# Written by Quire
+# Checkpoints written by Quire
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=lambda config: config["model_type"])
-def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, config, name):
+def test_written_folder_matches_quantization_at_load_time(tmp_path, config, name):
     tiny.write(tmp_path / "dense", config, draw(config))
     out = quantize(tmp_path / "dense", tmp_path / "out", name)
-    assert_same(read(out), read(tmp_path / "dense", name))
+    assert_same_leaves(load_host_weights(out), load_host_weights(tmp_path / "dense", name))
     assert read_config(out, "bfloat16").quant.replace("int4-32", "int4") == name.replace(
         "int4-32", "int4"
     )
@@ -136,7 +136,7 @@ def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, config,
         + (16 + 4 * ("zero" in name)) / int((name.split("-") + ["32"])[1])
     )
     matrices = 2 * (2 * D * D + 2 * D * D // 2 + 3 * D * F)
-    assert size(tmp_path / "dense") - size(out) == pytest.approx(
+    assert checkpoint_bytes(tmp_path / "dense") - checkpoint_bytes(out) == pytest.approx(
         matrices * (4 - bits / 8), rel=0.02
     )
 
@@ -145,17 +145,17 @@ def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, config,
     "stored", [np.float16, ml_dtypes.bfloat16], ids=lambda dtype: np.dtype(dtype).name
 )
 @pytest.mark.parametrize("name", ["int8", "int4-64-zero"])
-def test_other_dtypes_and_several_files(tmp_path, stored, name):
-    """Quire loads float16 as bfloat16, and rounds from there either way.
+def test_dtypes_and_shards_of_the_source_are_kept(tmp_path, stored, name):
+    """Quantisation starts from bfloat16, as float16 checkpoints are loaded as bfloat16.
 
-    What is not rounded keeps its dtype.
+    Tensors that are not quantised keep their dtype.
     """
     config = LLAMA | {"torch_dtype": np.dtype(stored).name}
     dense = tiny.write(tmp_path / "dense", config, draw(config, stored), shards=3)
     (tmp_path / "dense" / "tokenizer.json").write_text("{}")
     (tmp_path / "dense" / "modeling.py").write_text("raise SystemExit")
     out = quantize(tmp_path / "dense", tmp_path / "out", name)
-    assert_same(read(out), read(tmp_path / "dense", name))
+    assert_same_leaves(load_host_weights(out), load_host_weights(tmp_path / "dense", name))
     files = {file.name for file in out.iterdir()}
     assert files == {
         "config.json",
@@ -163,7 +163,7 @@ def test_other_dtypes_and_several_files(tmp_path, stored, name):
         "model.safetensors.index.json",
         *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
     }
-    found = {
+    written_tensors = {
         name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
     }
     for tensor in (
@@ -171,29 +171,31 @@ def test_other_dtypes_and_several_files(tmp_path, stored, name):
         "lm_head.weight",
         "model.layers.1.input_layernorm.weight",
     ):
-        assert found[tensor].dtype == stored
-        assert found[tensor].tobytes() == dense[tensor].tobytes()
+        assert written_tensors[tensor].dtype == stored
+        assert written_tensors[tensor].tobytes() == dense[tensor].tobytes()
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == found.keys()
+    assert index.keys() == written_tensors.keys()
 
 
 def test_embedding_and_head_take_the_narrower_dtype(tmp_path):
-    """A float32 checkpoint written for bfloat16; norms stay exact."""
+    """A float32 checkpoint written with --dtype bfloat16; norms stay float32."""
     dense = tiny.write(tmp_path / "dense", LLAMA | {"torch_dtype": "float32"}, draw(LLAMA))
     options = ["--quantization", "int4", "--dtype", "bfloat16"]
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out"), *options]
     )
-    assert done.exit_code == 0, done.output
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert result.exit_code == 0, result.output
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert found[name].tobytes() == dense[name].astype(ml_dtypes.bfloat16).tobytes()
+        assert tensors[name].tobytes() == dense[name].astype(ml_dtypes.bfloat16).tobytes()
     norm = "model.layers.1.input_layernorm.weight"
-    assert found[norm].tobytes() == dense[norm].tobytes()
+    assert tensors[norm].tobytes() == dense[norm].tobytes()
     assert read_config(tmp_path / "out").dtype == "bfloat16"
     hf = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
     (tmp_path / "dense" / "config.json").write_text(json.dumps(hf))
-    assert_same(read(tmp_path / "out"), read(tmp_path / "dense", "int4"))
+    assert_same_leaves(
+        load_host_weights(tmp_path / "out"), load_host_weights(tmp_path / "dense", "int4")
+    )
     gguf = [
         "quantize",
         str(tmp_path / "dense"),
@@ -202,8 +204,8 @@ def test_embedding_and_head_take_the_narrower_dtype(tmp_path):
         "--layout",
         "gguf",
     ]
-    done = CliRunner().invoke(app, gguf)
-    assert done.exit_code and "--dtype bfloat16 is for folders" in str(done.exception)
+    result = CliRunner().invoke(app, gguf)
+    assert result.exit_code and "--dtype bfloat16 is for folders" in str(result.exception)
 
 
 def family_variants():
@@ -216,10 +218,8 @@ def family_variants():
 
 @pytest.mark.parametrize("variant", family_variants(), ids=lambda variant: variant.name)
 @pytest.mark.slow
-def test_every_family(tmp_path, variant):
-    """Whatever a family does with its tensors, it does with their codes and scales; experts in one
-    tensor stay.
-    """
+def test_every_family_is_quantized_as_at_load_time(tmp_path, variant):
+    """A family's weight layout applies to codes and scales too; fused experts stay dense."""
     with np.load(HERE / f"{variant.name}.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     dense = write_folder(tmp_path / "dense", variant.config, meta["tensors"], meta["seed"])
@@ -227,72 +227,84 @@ def test_every_family(tmp_path, variant):
         try:
             out = quantize(dense, tmp_path / name, name)
         except ModelError as error:
-            # the sizes of some are tiny
+            # some variants are too small for groups of 32
             assert "do not divide by the group of 32; int8 has none" in str(error)
             assert name == "int4"
             continue
-        expected = read(dense, name)
+        expected = load_host_weights(dense, name)
         stacked = (tensor for tensor, shape in meta["tensors"].items() if len(shape) == 3)
         if any(".experts." in tensor or ".block_sparse_moe." in tensor for tensor in stacked):
-            expected = with_experts(expected, read(dense))
-        assert_same(read(out), expected)
+            expected = replace_experts(expected, load_host_weights(dense))
+        assert_same_leaves(load_host_weights(out), expected)
 
 
-def with_experts(weights, of):
-    """The weights with the stacks of others."""
+def replace_experts(weights, source):
+    """The weights with the expert stacks of `source`."""
 
-    def replaced(layer, other):
+    def replace_layer(layer, source_layer):
         if layer.moe is None:
             return layer
-        assert isinstance(layer.moe.up_EDGF, Stack) and isinstance(other.moe.up_EDGF, np.ndarray)
+        assert isinstance(layer.moe.up_EDGF, Stack) and isinstance(
+            source_layer.moe.up_EDGF, np.ndarray
+        )
         return layer.replace(
-            moe=layer.moe.replace(up_EDGF=other.moe.up_EDGF, down_EFD=other.moe.down_EFD)
+            moe=layer.moe.replace(
+                up_EDGF=source_layer.moe.up_EDGF, down_EFD=source_layer.moe.down_EFD
+            )
         )
 
-    return weights.replace(layers=tuple(map(replaced, weights.layers, of.layers)))
+    return weights.replace(layers=tuple(map(replace_layer, weights.layers, source.layers)))
 
 
-def written(folder: Path, name: str) -> Path:
-    """The folder of a variant with experts."""
+def write_moe_folder(folder: Path, name: str) -> Path:
+    """Write the folder of a mixture-of-experts variant."""
     variant = next(variant for variant in MOE_VARIANTS if variant.name == name)
     with np.load(HERE / f"{name}.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     return write_folder(folder, variant.config, meta["tensors"], meta["seed"])
 
 
-@pytest.mark.parametrize(("name", "stay"), [("qwen3-moe", False), ("gemma4-moe", True)])
-def test_experts_are_rounded_where_each_has_tensors(tmp_path, name, stay):
-    dense = written(tmp_path / "dense", name)
-    done = CliRunner().invoke(
+@pytest.mark.parametrize(("name", "is_dense"), [("qwen3-moe", False), ("gemma4-moe", True)])
+def test_experts_are_quantized_if_stored_as_separate_tensors(tmp_path, name, is_dense):
+    dense = write_moe_folder(tmp_path / "dense", name)
+    result = CliRunner().invoke(
         app, ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "int8"]
     )
-    assert done.exit_code == 0, done.output
-    assert ("experts stay as they are" in done.output) == stay
+    assert result.exit_code == 0, result.output
+    assert ("experts stay as they are" in result.output) == is_dense
     form = split_quantization(json.loads((tmp_path / "out" / "config.json").read_text()))[1]
-    found = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
-    coded = {name.removesuffix("_scale") for name in found if name.endswith("_scale")}
-    assert coded and any(".experts." in name for name in coded) != stay
-    assert any(form.group_of(name) for name in found if ".experts." in name) != stay
-    if not stay:
+    tensor_names = {
+        name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)
+    }
+    quantized_names = {
+        name.removesuffix("_scale") for name in tensor_names if name.endswith("_scale")
+    }
+    assert quantized_names and any(".experts." in name for name in quantized_names) != is_dense
+    assert any(form.group_of(name) for name in tensor_names if ".experts." in name) != is_dense
+    if not is_dense:
         linear = {
             name
-            for name in found
+            for name in tensor_names
             if name.endswith(("proj.weight", "mlp.gate.weight", "lm_head.weight"))
         }
-        assert {name for name in linear if form.group_of(name.removesuffix(".weight"))} == coded
-        assert coded == {name for name in linear if name.endswith("proj.weight")} != linear
+        assert {
+            name for name in linear if form.group_of(name.removesuffix(".weight"))
+        } == quantized_names
+        assert (
+            quantized_names == {name for name in linear if name.endswith("proj.weight")} != linear
+        )
 
 
 @pytest.mark.slow
-def test_greedy_tokens(tmp_path):
-    """Through the whole engine, kernels and all."""
+def test_engine_generates_the_same_tokens_from_the_written_folder(tmp_path):
+    """Same tokens as with quantisation at load time."""
     tiny.write(tmp_path / "dense", LLAMA, draw(LLAMA))
     options = {"skip_tokenizer_init": True, "max_num_seqs": 1, "max_num_batched_tokens": 8}
-    asked = [5, 17, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    request = [5, 17, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for name in ("int8", "int4-64-zero", "fp8"):
         out = quantize(tmp_path / "dense", tmp_path / name, name)
         answers = [
-            list(llm.generate(*asked)[0].outputs[0].token_ids)
+            list(llm.generate(*request)[0].outputs[0].token_ids)
             for llm in (LLM(out, **options), LLM(tmp_path / "dense", quantization=name, **options))
         ]
         assert answers[0] == answers[1]
@@ -300,21 +312,19 @@ def test_greedy_tokens(tmp_path):
 
 
 @pytest.mark.slow
-def test_command(tmp_path):
-    """The bundled model: written, smaller, and writing what it writes when it is rounded while
-    loading.
-    """
+def test_quantize_command_on_the_bundled_model(tmp_path):
+    """The folder is smaller, and generates the text and plan of quantisation at load time."""
     out = str(tmp_path / "out")
-    say = ["--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "12"]
-    done = CliRunner().invoke(app, ["quantize", "quill", out, "--quantization", "int4-64"])
-    assert done.exit_code == 0, done.output
-    assert "48 matrices in int4-64" in done.output
+    prompt = ["--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "12"]
+    result = CliRunner().invoke(app, ["quantize", "quill", out, "--quantization", "int4-64"])
+    assert result.exit_code == 0, result.output
+    assert "48 matrices in int4-64" in result.output
     bundled = hub.resolve("quill")
-    assert size(tmp_path / "out") < size(bundled) / 3
+    assert checkpoint_bytes(tmp_path / "out") < checkpoint_bytes(bundled) / 3
     names = {file.name for file in bundled.iterdir()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
     texts = [
-        CliRunner().invoke(app, ["generate", *model, *say]).stdout
+        CliRunner().invoke(app, ["generate", *model, *prompt]).stdout
         for model in ([out], ["quill", "--quantization", "int4-64"])
     ]
     assert texts[0] == texts[1] != ""
@@ -325,36 +335,40 @@ def test_command(tmp_path):
     assert plans[0] | {"model": "quill"} == plans[1]
 
 
-def test_what_is_not_quantised(tmp_path):
+def test_quantize_rejects_existing_outputs_and_unsupported_sources(tmp_path):
     dense = tmp_path / "dense"
     out = tmp_path / "out"
     tiny.write(dense, LLAMA, draw(LLAMA))
     quantize(dense, out, "int8")
-    before = {file: file.read_bytes() for file in out.iterdir()}
-    refused(lambda: quantize(dense, out, "int4"), str(out), "already")
-    assert {file: file.read_bytes() for file in out.iterdir()} == before
-    refused(lambda: quantize(out, tmp_path / "again", "int8"), "quantised already")
-    refused(lambda: quantize(out, tmp_path / "again", "int4"), "'int4'", "'int8'", "--quantization")
-    refused(lambda: quantize(dense, tmp_path / "again", "int5"), "'int5'", "int4")
-    refused(lambda: quantize(dense, tmp_path / "again", "nf4"), "'nf4'", "layout bitsandbytes has")
-    done = CliRunner().invoke(app, ["convert", str(dense), str(tmp_path / "orbax")])
-    assert done.exit_code == 0, done.output
-    refused(lambda: quantize(tmp_path / "orbax", tmp_path / "again", "int8"), "converted")
-    narrow = tmp_path / "narrow"
-    tiny.write(narrow, tiny.LLAMA | {"intermediate_size": 96})
-    refused(
-        lambda: quantize(narrow, tmp_path / "again", "int4-64"),
+    contents = {file: file.read_bytes() for file in out.iterdir()}
+    assert_rejected(lambda: quantize(dense, out, "int4"), str(out), "already")
+    assert {file: file.read_bytes() for file in out.iterdir()} == contents
+    assert_rejected(lambda: quantize(out, tmp_path / "again", "int8"), "quantised already")
+    assert_rejected(
+        lambda: quantize(out, tmp_path / "again", "int4"), "'int4'", "'int8'", "--quantization"
+    )
+    assert_rejected(lambda: quantize(dense, tmp_path / "again", "int5"), "'int5'", "int4")
+    assert_rejected(
+        lambda: quantize(dense, tmp_path / "again", "nf4"), "'nf4'", "layout bitsandbytes has"
+    )
+    result = CliRunner().invoke(app, ["convert", str(dense), str(tmp_path / "orbax")])
+    assert result.exit_code == 0, result.output
+    assert_rejected(lambda: quantize(tmp_path / "orbax", tmp_path / "again", "int8"), "converted")
+    small = tmp_path / "narrow"
+    tiny.write(small, tiny.LLAMA | {"intermediate_size": 96})
+    assert_rejected(
+        lambda: quantize(small, tmp_path / "again", "int4-64"),
         "down_proj",
         "96 inputs",
         "could be 32",
     )
-    odd = tmp_path / "odd"
-    tiny.write(odd, tiny.LLAMA | {"intermediate_size": 33})
-    refused(lambda: quantize(odd, tmp_path / "again", "int4"), "33 inputs")
-    assert sorted(tmp_path.iterdir()) == sorted([dense, narrow, odd, out, tmp_path / "orbax"])
+    odd_inputs = tmp_path / "odd"
+    tiny.write(odd_inputs, tiny.LLAMA | {"intermediate_size": 33})
+    assert_rejected(lambda: quantize(odd_inputs, tmp_path / "again", "int4"), "33 inputs")
+    assert sorted(tmp_path.iterdir()) == sorted([dense, small, odd_inputs, out, tmp_path / "orbax"])
 
 
-def test_nothing_is_left_of_a_write_that_fails(tmp_path):
+def test_failed_write_leaves_no_files(tmp_path):
     dense = tmp_path / "dense"
     tiny.write(dense, LLAMA, draw(LLAMA))
     config = read_config(dense, quantization="int8")
@@ -367,14 +381,16 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path):
         quantized.save(dense, tmp_path / "out", config, fail)
     assert list(tmp_path.iterdir()) == [dense]
     (tmp_path / "file").write_text("x")
-    refused(lambda: quantized.save(dense, tmp_path / "file" / "out", config), "cannot be written")
+    assert_rejected(
+        lambda: quantized.save(dense, tmp_path / "file" / "out", config), "cannot be written"
+    )
 
 
-# Written by others
+# Checkpoints in the formats of other tools
 
 
 def packed_words(codes, bits: int) -> np.ndarray:
-    """Rows of codes in int32 words, one by one."""
+    """Pack rows of codes into int32 words, code by code."""
     rows = []
     for row in codes.tolist():
         words = []
@@ -388,8 +404,8 @@ def packed_words(codes, bits: int) -> np.ndarray:
     return np.array(rows, np.int32)
 
 
-def rounding(bits: int, group: int | None = None, zero: bool = False, **more) -> dict:
-    """The weights of a config group, with all the keys that llm-compressor writes."""
+def weights_spec(bits: int, group: int | None = None, zero: bool = False, **options) -> dict:
+    """`weights` of a config group, with all keys that llm-compressor writes."""
     return {
         "actorder": None,
         "block_structure": None,
@@ -401,14 +417,14 @@ def rounding(bits: int, group: int | None = None, zero: bool = False, **more) ->
         "strategy": "group" if group else "channel",
         "symmetric": not zero,
         "type": "int",
-    } | more
+    } | options
 
 
-TOKEN = rounding(8, dynamic=True, strategy="token", observer="memoryless")
+TOKEN_SPEC = weights_spec(8, dynamic=True, strategy="token", observer="memoryless")
 
 
-def described(
-    weights: dict, activations: dict | None = None, form: str = "pack-quantized", **more
+def compressed_tensors_config(
+    weights: dict, activations: dict | None = None, form: str = "pack-quantized", **options
 ) -> dict:
     group = {
         "input_activations": activations,
@@ -424,30 +440,54 @@ def described(
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-    } | more
+    } | options
 
 
-FLOAT = rounding(8, type="float")
+FP8_SPEC = weights_spec(8, type="float")
 CASES = {
-    "w8a8": (described(rounding(8), TOKEN, "int-quantized"), ml_dtypes.bfloat16, "int8"),
-    "w8a16-bytes": (described(rounding(8), None, "int-quantized"), np.float32, "int8-weights"),
-    "w8a16-words": (described(rounding(8)), np.float16, "int8-weights"),
-    "w4a16-32": (described(rounding(4, 32)), ml_dtypes.bfloat16, "int4-32"),
-    "w4a16-64-zero": (described(rounding(4, 64, True)), np.float16, "int4-64-zero"),
-    "w4a16-128": (described(rounding(4, 128)), np.float32, "int4-128"),
-    "w3a16-64": (described(rounding(3, 64)), np.float16, "int3-64"),
-    "w2a16-32-zero": (described(rounding(2, 32, True)), ml_dtypes.bfloat16, "int2-32-zero"),
+    "w8a8": (
+        compressed_tensors_config(weights_spec(8), TOKEN_SPEC, "int-quantized"),
+        ml_dtypes.bfloat16,
+        "int8",
+    ),
+    "w8a16-bytes": (
+        compressed_tensors_config(weights_spec(8), None, "int-quantized"),
+        np.float32,
+        "int8-weights",
+    ),
+    "w8a16-words": (compressed_tensors_config(weights_spec(8)), np.float16, "int8-weights"),
+    "w4a16-32": (compressed_tensors_config(weights_spec(4, 32)), ml_dtypes.bfloat16, "int4-32"),
+    "w4a16-64-zero": (
+        compressed_tensors_config(weights_spec(4, 64, True)),
+        np.float16,
+        "int4-64-zero",
+    ),
+    "w4a16-128": (compressed_tensors_config(weights_spec(4, 128)), np.float32, "int4-128"),
+    "w3a16-64": (compressed_tensors_config(weights_spec(3, 64)), np.float16, "int3-64"),
+    "w2a16-32-zero": (
+        compressed_tensors_config(weights_spec(2, 32, True)),
+        ml_dtypes.bfloat16,
+        "int2-32-zero",
+    ),
     "fp8": (
-        described(FLOAT, TOKEN | {"type": "float"}, "float-quantized"),
+        compressed_tensors_config(FP8_SPEC, TOKEN_SPEC | {"type": "float"}, "float-quantized"),
         ml_dtypes.bfloat16,
         "fp8",
     ),
-    "fp8-a16": (described(FLOAT, None, "naive-quantized"), np.float32, "fp8-weights"),
-    "w4a16-128-zero": (described(rounding(4, 128, True)), ml_dtypes.bfloat16, "int4-128-zero"),
+    "fp8-a16": (
+        compressed_tensors_config(FP8_SPEC, None, "naive-quantized"),
+        np.float32,
+        "fp8-weights",
+    ),
+    "w4a16-128-zero": (
+        compressed_tensors_config(weights_spec(4, 128, True)),
+        ml_dtypes.bfloat16,
+        "int4-128-zero",
+    ),
 }
 
 
-FEW = ("w4", "w3", "w2")
+INT_BITS_PREFIXES = ("w4", "w3", "w2")
 CASE_NAMES = {name for _, _, name in CASES.values()} | {
     "int4-32-zero",
     "int4-64",
@@ -455,8 +495,8 @@ CASE_NAMES = {name for _, _, name in CASES.values()} | {
 }
 
 
-def coded(rng, stem: str, shape: tuple[int, int], case: str, flat: bool = False):
-    """The tensors of one random matrix, and what it is in float64."""
+def random_stored_matrix(rng, stem: str, shape: tuple[int, int], case: str, flat: bool = False):
+    """Tensors of a random quantised matrix, and its float64 values."""
     config, dtype, name = CASES[case]
     weights = config["config_groups"]["group_0"]["weights"]
     bits = weights["num_bits"]
@@ -490,8 +530,10 @@ def coded(rng, stem: str, shape: tuple[int, int], case: str, flat: bool = False)
     return tensors, dense
 
 
-def by_hand(folder: Path, case: str, ignore=("lm_head",), seed: int = 0, flat: bool = False):
-    """A folder as llm-compressor writes it, and every matrix of it in float64."""
+def write_compressed_tensors_folder(
+    folder: Path, case: str, ignore=("lm_head",), seed: int = 0, flat: bool = False
+):
+    """Write a folder in llm-compressor's format; return its tensors and float64 matrices."""
     rng = np.random.default_rng(seed)
     dense = draw(LLAMA)
     tensors = {}
@@ -501,16 +543,16 @@ def by_hand(folder: Path, case: str, ignore=("lm_head",), seed: int = 0, flat: b
         if not name.endswith("_proj.weight") or stem in ignore:
             tensors[name], expected[name] = value, value.astype(np.float64)
             continue
-        parts, expected[name] = coded(rng, stem, value.shape, case, flat)
-        tensors |= parts
+        matrix_tensors, expected[name] = random_stored_matrix(rng, stem, value.shape, case, flat)
+        tensors |= matrix_tensors
     tiny.write(
         folder, LLAMA | {"quantization_config": CASES[case][0] | {"ignore": list(ignore)}}, tensors
     )
     return tensors, expected
 
 
-def dense_of(leaf) -> np.ndarray:
-    """[*in, *out] in float64, from a node's own arrays."""
+def dequantize(leaf) -> np.ndarray:
+    """Float64 values [*in, *out] of a quantised node's arrays."""
     if isinstance(leaf, Fp8):
         return leaf.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * leaf.scale
     if isinstance(leaf, Int8):
@@ -518,123 +560,130 @@ def dense_of(leaf) -> np.ndarray:
     if not isinstance(leaf, Int4):
         return leaf.astype(np.float64)
     out = np.zeros((math.prod(leaf.into), math.prod(leaf.out)))
-    side = min(len(out), 128)  # inputs of a block, of which the last one ends with the last input
+    side = min(len(out), 128)  # inputs of a block; the last block ends with the last input
     for k in range(len(out)):
-        half, place = divmod(k - min(k // side * side, len(out) - side), side // 2)
-        code = leaf.nibbles[k // side * (side // 2) + place] >> 4 * half & 15
+        half, offset = divmod(k - min(k // side * side, len(out) - side), side // 2)
+        code = leaf.nibbles[k // side * (side // 2) + offset] >> 4 * half & 15
         zero = 8.0 if leaf.zero is None else leaf.zero[k // leaf.group].astype(np.float64)
         out[k] = (code - zero) * leaf.scale[k // leaf.group]
     return out.reshape(*leaf.into, *leaf.out)
 
 
-def assert_is(weights, expected: dict[str, np.ndarray]) -> None:
-    """Each matrix against the checkpoint's."""
+def assert_matrices_equal(weights, expected: dict[str, np.ndarray]) -> None:
+    """Compare each matrix with the checkpoint's."""
     for i, layer in enumerate(weights.layers):
         q, k, v, o, gate, up, down = (
             expected[f"model.layers.{i}.{name}.weight"].T for name in MATRICES
         )
         qkv = np.concatenate([q.reshape(D, N, H), k.reshape(D, K, H), v.reshape(D, K, H)], axis=1)
-        np.testing.assert_array_equal(dense_of(layer.attention.qkv_DGH), qkv)
-        np.testing.assert_array_equal(dense_of(layer.attention.out_NHD), o.reshape(N, H, D))
-        np.testing.assert_array_equal(dense_of(layer.mlp.up_DGF), np.stack([gate, up], axis=1))
-        np.testing.assert_array_equal(dense_of(layer.mlp.down_FD), down)
+        np.testing.assert_array_equal(dequantize(layer.attention.qkv_DGH), qkv)
+        np.testing.assert_array_equal(dequantize(layer.attention.out_NHD), o.reshape(N, H, D))
+        np.testing.assert_array_equal(dequantize(layer.mlp.up_DGF), np.stack([gate, up], axis=1))
+        np.testing.assert_array_equal(dequantize(layer.mlp.down_FD), down)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_folder_by_hand(tmp_path, case):
-    """Codes, scales and zeros as they are stored, wherever the model keeps them."""
-    _, expected = by_hand(tmp_path, case)
+def test_compressed_tensors_folder_is_loaded_exactly(tmp_path, case):
+    """Codes, scales and zero points are loaded without rounding."""
+    _, expected = write_compressed_tensors_folder(tmp_path, case)
     config = read_config(tmp_path)
     assert config.quant == CASES[case][2]
-    weights = read(tmp_path)
+    weights = load_host_weights(tmp_path)
     assert isinstance(
-        weights.layers[0].mlp.up_DGF, Int4 if case[:2] in FEW else Fp8 if "fp8" in case else Int8
+        weights.layers[0].mlp.up_DGF,
+        Int4 if case[:2] in INT_BITS_PREFIXES else Fp8 if "fp8" in case else Int8,
     )
     assert getattr(weights.layers[0].mlp.up_DGF, "dynamic", True) == (
-        case in ("w8a8", "fp8") or case[:2] in FEW
+        case in ("w8a8", "fp8") or case[:2] in INT_BITS_PREFIXES
     )
-    assert_is(weights, expected)
-    told = []
-    placed = load(tmp_path, config, Placement(make_mesh()), told.append)
-    assert_same(jax.tree.map(np.asarray, placed), weights)
+    assert_matrices_equal(weights, expected)
+    progress = []
+    placed = load(tmp_path, config, Placement(make_mesh()), progress.append)
+    assert_same_leaves(jax.tree.map(np.asarray, placed), weights)
     assert cost.weight_bytes(config, weight_specs(config)) == nbytes(placed)
-    assert 0 < sum(told) - nbytes(placed) < 4 * 96 * D  # the head is read dense
+    assert 0 < sum(progress) - nbytes(placed) < 4 * 96 * D  # the head is stored dense
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w8a16-words", "fp8"])
-def test_scales_without_a_second_axis(tmp_path, case):
-    _, expected = by_hand(tmp_path, case, flat=True)
-    assert_is(read(tmp_path), expected)
+def test_one_dimensional_scales_are_accepted(tmp_path, case):
+    _, expected = write_compressed_tensors_folder(tmp_path, case, flat=True)
+    assert_matrices_equal(load_host_weights(tmp_path), expected)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_left_dense_stays_so(tmp_path, case):
-    spared = [
+def test_ignored_matrices_stay_dense(tmp_path, case):
+    ignored = [
         "model.layers.1.mlp.down_proj",
         *(f"model.layers.0.self_attn.{x}_proj" for x in "qkv"),
     ]
-    _, expected = by_hand(tmp_path, case, ["lm_head", *spared])
+    _, expected = write_compressed_tensors_folder(tmp_path, case, ["lm_head", *ignored])
     config = read_config(tmp_path)
-    weights = read(tmp_path)
+    weights = load_host_weights(tmp_path)
     assert isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
-    assert_is(weights, expected)
+    assert_matrices_equal(weights, expected)
     assert (
         cost.weight_bytes(config, weight_specs(config))
         == nbytes(weights)
         > cost.weight_bytes(config)
     )
-    change(
+    update_config(
         tmp_path,
         quantization_config=CASES[case][0]
-        | {"ignore": [r"re:.*layers\.0.*(q|k|v)_proj$", spared[0]]},
+        | {"ignore": [r"re:.*layers\.0.*(q|k|v)_proj$", ignored[0]]},
     )
-    assert_same(read(tmp_path), weights)
-    change(tmp_path, quantization_config=CASES[case][0] | {"ignore": spared[:2]})
-    half = read(tmp_path)
-    # partly left dense: the codes of v are widened
+    assert_same_leaves(load_host_weights(tmp_path), weights)
+    update_config(tmp_path, quantization_config=CASES[case][0] | {"ignore": ignored[:2]})
+    half = load_host_weights(tmp_path)
+    # a fused weight that is partly dense: v is dequantised
     assert isinstance(half.layers[0].attention.qkv_DGH, np.ndarray)
-    assert_is(half, expected)
-    change(tmp_path, quantization_config=CASES[case][0])
-    refused(lambda: read(tmp_path), "self_attn.q_proj.weight", "quantization_config.ignore")
+    assert_matrices_equal(half, expected)
+    update_config(tmp_path, quantization_config=CASES[case][0])
+    assert_rejected(
+        lambda: load_host_weights(tmp_path), "self_attn.q_proj.weight", "quantization_config.ignore"
+    )
 
 
-def test_targets(tmp_path):
-    """A group for some of the matrices, the others dense."""
-    spared = [f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 1) for x in "qkvo"]
-    _, expected = by_hand(tmp_path, "w4a16-32", spared)
-    weights = read(tmp_path)
-    config = described(rounding(4, 32))
+def test_config_group_with_a_regex_target(tmp_path):
+    """Only the matrices of the MLP are quantised; the others are dense."""
+    dense_names = [f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 1) for x in "qkvo"]
+    _, expected = write_compressed_tensors_folder(tmp_path, "w4a16-32", dense_names)
+    weights = load_host_weights(tmp_path)
+    config = compressed_tensors_config(weights_spec(4, 32))
     config["config_groups"]["group_0"]["targets"] = [r"re:.*\.mlp\..*_proj$"]
-    change(tmp_path, quantization_config=config | {"ignore": []})
-    assert_same(read(tmp_path), weights)
-    assert_is(weights, expected)
+    update_config(tmp_path, quantization_config=config | {"ignore": []})
+    assert_same_leaves(load_host_weights(tmp_path), weights)
+    assert_matrices_equal(weights, expected)
 
 
-def test_several_groups(tmp_path):
-    """Mixed precision: attention in FP8 and the block in int4; names go before kinds of modules."""
+def test_config_groups_of_different_formats(tmp_path):
+    """Attention in FP8 and the MLP in int4; name targets have precedence over module classes."""
     tensors = {}
     expected = {}
-    for case, part in (("fp8-a16", "self_attn"), ("w4a16-32", ".mlp.")):
-        found, right = by_hand(tmp_path / case, case)
+    for case, name_part in (("fp8-a16", "self_attn"), ("w4a16-32", ".mlp.")):
+        case_tensors, case_expected = write_compressed_tensors_folder(tmp_path / case, case)
         tensors |= {
-            name: value for name, value in found.items() if part in name or "_proj" not in name
+            name: value
+            for name, value in case_tensors.items()
+            if name_part in name or "_proj" not in name
         }
         expected |= {
-            name: value for name, value in right.items() if part in name or "_proj" not in name
+            name: value
+            for name, value in case_expected.items()
+            if name_part in name or "_proj" not in name
         }
-    config = described(rounding(4, 32), form="mixed-precision")
+    config = compressed_tensors_config(weights_spec(4, 32), form="mixed-precision")
     config["config_groups"] = {
         "rest": config["config_groups"]["group_0"] | {"format": "pack-quantized"},
         "attention": {
             "targets": ["re:.*self_attn.*"],
-            "weights": FLOAT,
+            "weights": FP8_SPEC,
             "format": "float-quantized",
         },
     }
     tiny.write(tmp_path, LLAMA | {"quantization_config": config}, tensors)
-    weights = read(tmp_path)
-    assert_is(weights, expected)
+    weights = load_host_weights(tmp_path)
+    assert_matrices_equal(weights, expected)
     assert isinstance(weights.layers[0].attention.qkv_DGH, Fp8) and isinstance(
         weights.layers[0].mlp.down_FD, Int4
     )
@@ -644,31 +693,33 @@ def test_several_groups(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w4a16-64-zero", "fp8"])
-def test_codes_where_the_model_wants_none(tmp_path, case):
-    """A rounded embedding is widened, a rounded head taken as it is if it has eight bits."""
-    tensors, expected = by_hand(tmp_path, case)
-    plain = read(tmp_path)
+def test_quantized_embedding_and_head_are_loaded(tmp_path, case):
+    """A quantised embedding is dequantised; an 8-bit head keeps its codes."""
+    tensors, expected = write_compressed_tensors_folder(tmp_path, case)
+    unquantized_head = load_host_weights(tmp_path)
     rng = np.random.default_rng(1)
     values = {}
     for stem in ("model.embed_tokens", "lm_head"):
-        parts, values[stem] = coded(rng, stem, tensors.pop(f"{stem}.weight").shape, case)
-        tensors |= parts
+        matrix_tensors, values[stem] = random_stored_matrix(
+            rng, stem, tensors.pop(f"{stem}.weight").shape, case
+        )
+        tensors |= matrix_tensors
     save_file(tensors, tmp_path / "model.safetensors")
-    change(tmp_path, quantization_config=CASES[case][0] | {"ignore": []})
-    weights = read(tmp_path)
-    assert_is(weights, expected)
-    assert_same(weights.layers, plain.layers)
+    update_config(tmp_path, quantization_config=CASES[case][0] | {"ignore": []})
+    weights = load_host_weights(tmp_path)
+    assert_matrices_equal(weights, expected)
+    assert_same_leaves(weights.layers, unquantized_head.layers)
     np.testing.assert_array_equal(weights.embed_VD, values["model.embed_tokens"].astype(np.float32))
     exact = case != "w4a16-64-zero"
     np.testing.assert_allclose(
-        dense_of(weights.head_VD).T, values["lm_head"], rtol=0, atol=0 if exact else 0.01
+        dequantize(weights.head_VD).T, values["lm_head"], rtol=0, atol=0 if exact else 0.01
     )
 
 
 @pytest.mark.parametrize("case", ["w4a16-32", "w8a16-words", "fp8"])
-def test_codes_of_experts(tmp_path, case):
-    """As vLLM's tools write them: each expert's matrices by themselves."""
-    folder = written(tmp_path, "mixtral")
+def test_experts_stored_as_separate_quantized_tensors(tmp_path, case):
+    """As vLLM's tools write experts: one matrix per expert and projection."""
+    folder = write_moe_folder(tmp_path, "mixtral")
     tensors = {}
     rng = np.random.default_rng(0)
     expected = {}
@@ -677,164 +728,242 @@ def test_codes_of_experts(tmp_path, case):
         file.unlink()
     for name in list(tensors):
         if ".experts." in name or "_proj" in name:
-            parts, expected[name] = coded(
+            matrix_tensors, expected[name] = random_stored_matrix(
                 rng, name.removesuffix(".weight"), tensors.pop(name).shape, case
             )
-            tensors |= parts
+            tensors |= matrix_tensors
     save_file(tensors, folder / "model.safetensors")
-    change(
+    update_config(
         folder,
         quantization_config=CASES[case][0] | {"ignore": ["lm_head", "re:.*block_sparse_moe.gate$"]},
     )
-    moe = read(folder).layers[1].moe
+    moe = load_host_weights(folder).layers[1].moe
     for e in range(4):
         gate, up, down = (
             expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T
             for n in (1, 3, 2)
         )
-        np.testing.assert_array_equal(dense_of(moe.down_EFD[e]), down)
+        np.testing.assert_array_equal(dequantize(moe.down_EFD[e]), down)
         np.testing.assert_array_equal(
-            dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1)
+            dequantize(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1)
         )
     assert isinstance(
-        moe.down_EFD.each, Int4 if case[:2] in FEW else Fp8 if case == "fp8" else Int8
+        moe.down_EFD.each, Int4 if case[:2] in INT_BITS_PREFIXES else Fp8 if case == "fp8" else Int8
     )
-    change(folder, quantization_config=CASES[case][0] | {"ignore": ["lm_head", "re:.*w[23]$"]})
-    # w1 has codes, and w3 by that has none
-    assert isinstance(read(folder).layers[1].moe.up_EDGF, np.ndarray)
+    update_config(
+        folder, quantization_config=CASES[case][0] | {"ignore": ["lm_head", "re:.*w[23]$"]}
+    )
+    # only w1 is quantised: the fused weight is dequantised
+    assert isinstance(load_host_weights(folder).layers[1].moe.up_EDGF, np.ndarray)
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w8a16-words", "w4a16-128-zero", "fp8"])
-def test_converted(tmp_path, case):
-    """As an orbax checkpoint it is the same, what was left dense too."""
-    by_hand(tmp_path / "plain", case, ["lm_head", "model.layers.1.mlp.down_proj"])
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "plain"), str(tmp_path / "out")])
-    assert done.exit_code == 0, done.output
+def test_quantized_folder_survives_conversion_to_orbax(tmp_path, case):
+    """Quantised and dense matrices are the same after `quire convert`."""
+    write_compressed_tensors_folder(
+        tmp_path / "plain", case, ["lm_head", "model.layers.1.mlp.down_proj"]
+    )
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "plain"), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
     config = read_config(tmp_path / "out")
     assert config == read_config(tmp_path / "plain")
-    again = load(tmp_path / "out", config, skip_packing=True)
-    assert_same(jax.tree.map(np.asarray, again), read(tmp_path / "plain"))
+    weights = load(tmp_path / "out", config, skip_packing=True)
+    assert_same_leaves(jax.tree.map(np.asarray, weights), load_host_weights(tmp_path / "plain"))
 
 
-def test_a_wish_that_the_checkpoint_contradicts(tmp_path):
-    by_hand(tmp_path, "w4a16-32")
+def test_quantization_option_must_match_the_checkpoint(tmp_path):
+    write_compressed_tensors_folder(tmp_path, "w4a16-32")
     assert read_config(tmp_path, quantization="int4") == read_config(tmp_path)
-    for wish in ("int8", "int4-64", "int4-zero", "int8-weights"):
-        refused(
-            lambda wish=wish: read_config(tmp_path, quantization=wish),
-            repr(wish),
+    for name in ("int8", "int4-64", "int4-zero", "int8-weights"):
+        assert_rejected(
+            lambda name=name: read_config(tmp_path, quantization=name),
+            repr(name),
             "'int4-32'",
             "--quantization",
         )
-    refused(lambda: read_config(tmp_path, quantization=""), "''")
+    assert_rejected(lambda: read_config(tmp_path, quantization=""), "''")
 
 
-# Damaged, or beyond what is built
+# Damaged checkpoints and unsupported options
 
-W = "quantization_config.config_groups.group_0.weights"
-A = "quantization_config.config_groups.group_0.input_activations"
+WEIGHTS = "quantization_config.config_groups.group_0.weights"
+ACTIVATIONS = "quantization_config.config_groups.group_0.input_activations"
 CONFIGS = [
-    (described(rounding(4, 32, num_bits=5)), f"{W}.num_bits = 5"),
-    (described(rounding(4, 32, type="float")), "quantization_config.format = 'pack-quantized'"),
-    (described(rounding(4, 32, actorder="group")), f"{W}.actorder = 'group'"),
-    (described(rounding(4, 32, actorder=True)), f"{W}.actorder = True"),
-    (described(rounding(4, 32, dynamic=True)), f"{W}.dynamic = True"),
-    (described(rounding(4, 16)), f"{W}.group_size = 16"),
-    (described(rounding(4, strategy="tensor")), f"{W}.strategy = 'tensor'"),
-    (described(rounding(4, None, strategy="group")), f"{W}.group_size = None"),
-    (described(rounding(8, strategy="tensor"), TOKEN, "int-quantized"), f"{W}.strategy = 'tensor'"),
-    (described(rounding(8, strategy=None), TOKEN, "int-quantized"), f"{W}.strategy = 'tensor'"),
-    (described(rounding(8, 256)), f"{W}.group_size = 256"),
-    (described(rounding(8, zero=True)), f"{W}.symmetric = False"),
-    (described(rounding(8, strategy="block", block_structure=[128, 128])), f"{W}.block_structure"),
-    (described(rounding(4, 32, outliers=3)), f"{W}.outliers = 3"),
-    (described(rounding(4, 32) | {"num_bits": {"mlp": 4}}), f"{W}.num_bits"),
-    (described(None), f"{W} = None"),
-    (described(rounding(8), config_groups=7), "quantization_config.config_groups = 7"),
-    (described(["W4A16"]), f"{W} = ['W4A16']"),
-    (described(rounding(8), TOKEN | {"dynamic": False}, "int-quantized"), f"{A}.dynamic = False"),
-    (described(rounding(8), {"num_bits": 8}, "int-quantized"), f"{A}.dynamic = False"),
+    (compressed_tensors_config(weights_spec(4, 32, num_bits=5)), f"{WEIGHTS}.num_bits = 5"),
     (
-        described(rounding(8), TOKEN | {"strategy": "tensor"}, "int-quantized"),
-        f"{A}.strategy = 'tensor'",
+        compressed_tensors_config(weights_spec(4, 32, type="float")),
+        "quantization_config.format = 'pack-quantized'",
     ),
     (
-        described(rounding(8), TOKEN | {"symmetric": False}, "int-quantized"),
-        f"{A}.symmetric = False",
+        compressed_tensors_config(weights_spec(4, 32, actorder="group")),
+        f"{WEIGHTS}.actorder = 'group'",
     ),
-    (described(rounding(4, 128), TOKEN), f"{A} = "),
-    (described(rounding(8), TOKEN), "quantization_config.format = 'pack-quantized'"),
+    (compressed_tensors_config(weights_spec(4, 32, actorder=True)), f"{WEIGHTS}.actorder = True"),
+    (compressed_tensors_config(weights_spec(4, 32, dynamic=True)), f"{WEIGHTS}.dynamic = True"),
+    (compressed_tensors_config(weights_spec(4, 16)), f"{WEIGHTS}.group_size = 16"),
     (
-        described(rounding(4, 32), None, "int-quantized"),
+        compressed_tensors_config(weights_spec(4, strategy="tensor")),
+        f"{WEIGHTS}.strategy = 'tensor'",
+    ),
+    (
+        compressed_tensors_config(weights_spec(4, None, strategy="group")),
+        f"{WEIGHTS}.group_size = None",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8, strategy="tensor"), TOKEN_SPEC, "int-quantized"),
+        f"{WEIGHTS}.strategy = 'tensor'",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8, strategy=None), TOKEN_SPEC, "int-quantized"),
+        f"{WEIGHTS}.strategy = 'tensor'",
+    ),
+    (compressed_tensors_config(weights_spec(8, 256)), f"{WEIGHTS}.group_size = 256"),
+    (compressed_tensors_config(weights_spec(8, zero=True)), f"{WEIGHTS}.symmetric = False"),
+    (
+        compressed_tensors_config(weights_spec(8, strategy="block", block_structure=[128, 128])),
+        f"{WEIGHTS}.block_structure",
+    ),
+    (compressed_tensors_config(weights_spec(4, 32, outliers=3)), f"{WEIGHTS}.outliers = 3"),
+    (
+        compressed_tensors_config(weights_spec(4, 32) | {"num_bits": {"mlp": 4}}),
+        f"{WEIGHTS}.num_bits",
+    ),
+    (compressed_tensors_config(None), f"{WEIGHTS} = None"),
+    (
+        compressed_tensors_config(weights_spec(8), config_groups=7),
+        "quantization_config.config_groups = 7",
+    ),
+    (compressed_tensors_config(["W4A16"]), f"{WEIGHTS} = ['W4A16']"),
+    (
+        compressed_tensors_config(
+            weights_spec(8), TOKEN_SPEC | {"dynamic": False}, "int-quantized"
+        ),
+        f"{ACTIVATIONS}.dynamic = False",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8), {"num_bits": 8}, "int-quantized"),
+        f"{ACTIVATIONS}.dynamic = False",
+    ),
+    (
+        compressed_tensors_config(
+            weights_spec(8), TOKEN_SPEC | {"strategy": "tensor"}, "int-quantized"
+        ),
+        f"{ACTIVATIONS}.strategy = 'tensor'",
+    ),
+    (
+        compressed_tensors_config(
+            weights_spec(8), TOKEN_SPEC | {"symmetric": False}, "int-quantized"
+        ),
+        f"{ACTIVATIONS}.symmetric = False",
+    ),
+    (compressed_tensors_config(weights_spec(4, 128), TOKEN_SPEC), f"{ACTIVATIONS} = "),
+    (
+        compressed_tensors_config(weights_spec(8), TOKEN_SPEC),
+        "quantization_config.format = 'pack-quantized'",
+    ),
+    (
+        compressed_tensors_config(weights_spec(4, 32), None, "int-quantized"),
         "quantization_config.format = 'int-quantized'",
     ),
     (
-        described(rounding(8), TOKEN, "float-quantized"),
+        compressed_tensors_config(weights_spec(8), TOKEN_SPEC, "float-quantized"),
         "quantization_config.format = 'float-quantized'",
     ),
-    (described(rounding(8), TOKEN, None), "quantization_config.format = None"),
     (
-        described(FLOAT | {"strategy": "block", "block_structure": [64, 128]}),
-        f"{W}.block_structure = [64, 128]",
+        compressed_tensors_config(weights_spec(8), TOKEN_SPEC, None),
+        "quantization_config.format = None",
     ),
     (
-        described(FLOAT | {"strategy": "block", "block_structure": [128, 128]}),
+        compressed_tensors_config(FP8_SPEC | {"strategy": "block", "block_structure": [64, 128]}),
+        f"{WEIGHTS}.block_structure = [64, 128]",
+    ),
+    (
+        compressed_tensors_config(FP8_SPEC | {"strategy": "block", "block_structure": [128, 128]}),
         "format = 'pack-quantized'",
     ),
-    (described(FLOAT, TOKEN, "float-quantized"), f"{A}.type = 'int'"),
-    (described(FLOAT, None, "int-quantized"), "quantization_config.format = 'int-quantized'"),
     (
-        described(rounding(8), sparsity_config={"format": "sparse-24-bitmask"}),
+        compressed_tensors_config(FP8_SPEC, TOKEN_SPEC, "float-quantized"),
+        f"{ACTIVATIONS}.type = 'int'",
+    ),
+    (
+        compressed_tensors_config(FP8_SPEC, None, "int-quantized"),
+        "quantization_config.format = 'int-quantized'",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8), sparsity_config={"format": "sparse-24-bitmask"}),
         "quantization_config.sparsity_config",
     ),
     (
-        described(rounding(8), transform_config={"config_groups": {}}),
+        compressed_tensors_config(weights_spec(8), transform_config={"config_groups": {}}),
         "quantization_config.transform_config",
     ),
-    (described(rounding(8), config_groups={}), "quantization_config.config_groups = {}"),
-    (described(rounding(8), config_groups=None), "quantization_config.config_groups = None"),
     (
-        described(rounding(8), config_groups={"a": {}, "b": {}}),
+        compressed_tensors_config(weights_spec(8), config_groups={}),
+        "quantization_config.config_groups = {}",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8), config_groups=None),
+        "quantization_config.config_groups = None",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8), config_groups={"a": {}, "b": {}}),
         "quantization_config.config_groups.a.targets",
     ),
     (
-        described(rounding(8), config_groups={"W8A8": ["Linear"]}),
+        compressed_tensors_config(weights_spec(8), config_groups={"W8A8": ["Linear"]}),
         "quantization_config.config_groups.W8A8",
     ),
-    (described(rounding(8), spin=1), "quantization_config.spin = 1"),
-    (described(rounding(8), ignore="lm_head"), "quantization_config.ignore = 'lm_head'"),
-    (described(rounding(8), ignore=[7]), "quantization_config.ignore = [7]"),
-    (described(rounding(8), ignore=["re:(a"]), "quantization_config.ignore = 're:(a'"),
-    (described(rounding(8), ignore=["re:(a+)+$"]), "quantization_config.ignore = 're:(a+)+$'"),
-    (described(rounding(8), ignore=["re:" + ".*" * 9]), "quantization_config.ignore = 're:"),
-    (described(rounding(8), ignore=["Linear"]), "quantization_config.ignore = 'Linear'"),
+    (compressed_tensors_config(weights_spec(8), spin=1), "quantization_config.spin = 1"),
+    (
+        compressed_tensors_config(weights_spec(8), ignore="lm_head"),
+        "quantization_config.ignore = 'lm_head'",
+    ),
+    (compressed_tensors_config(weights_spec(8), ignore=[7]), "quantization_config.ignore = [7]"),
+    (
+        compressed_tensors_config(weights_spec(8), ignore=["re:(a"]),
+        "quantization_config.ignore = 're:(a'",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8), ignore=["re:(a+)+$"]),
+        "quantization_config.ignore = 're:(a+)+$'",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8), ignore=["re:" + ".*" * 9]),
+        "quantization_config.ignore = 're:",
+    ),
+    (
+        compressed_tensors_config(weights_spec(8), ignore=["Linear"]),
+        "quantization_config.ignore = 'Linear'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("config", "words"), CONFIGS, ids=[words for _, words in CONFIGS])
-def test_a_config_that_is_not_understood(tmp_path, config, words):
+def test_error_names_the_unsupported_config_key(tmp_path, config, words):
     tiny.write(tmp_path, LLAMA | {"quantization_config": config}, {"x": np.zeros(1, np.float32)})
-    refused(lambda: read_config(tmp_path), words)
+    assert_rejected(lambda: read_config(tmp_path), words)
 
 
 @pytest.mark.parametrize("targets", [None, [], ["LlamaDecoderLayer"], "Linear", ["re:["]])
-def test_targets_that_are_not_understood(tmp_path, targets):
-    config = described(rounding(8))
+def test_unsupported_targets_are_rejected(tmp_path, targets):
+    config = compressed_tensors_config(weights_spec(8))
     config["config_groups"]["group_0"]["targets"] = targets
     tiny.write(tmp_path, LLAMA | {"quantization_config": config}, {"x": np.zeros(1, np.float32)})
-    refused(lambda: read_config(tmp_path), "quantization_config.config_groups.group_0.targets")
+    assert_rejected(
+        lambda: read_config(tmp_path), "quantization_config.config_groups.group_0.targets"
+    )
 
 
-def test_older_configs(tmp_path):
-    """What earlier tools wrote besides says nothing about the weights."""
+def test_keys_of_older_tools_are_ignored(tmp_path):
+    """Keys of earlier llm-compressor versions that do not describe the weights."""
     sparse = {
         "format": "dense",
         "global_sparsity": 0.1,
         "ignore": [],
         "sparsity_structure": "unstructured",
     }
-    config = described(
-        rounding(8, -1, strategy="channel", actorder="weight"), sparsity_config=sparse
+    config = compressed_tensors_config(
+        weights_spec(8, -1, strategy="channel", actorder="weight"), sparsity_config=sparse
     )
     tiny.write(
         tmp_path, LLAMA | {"quantization_config": config | {"quantization_status": "frozen"}}
@@ -842,9 +971,9 @@ def test_older_configs(tmp_path):
     assert read_config(tmp_path).quant == "int8-weights"
 
 
-def test_other_methods_are_refused_as_before(tmp_path):
+def test_unknown_quant_method_is_rejected(tmp_path):
     tiny.write(tmp_path, LLAMA | {"quantization_config": {"quant_method": "aqlm", "bits": 2}})
-    refused(lambda: read_config(tmp_path), "quantization_config", "aqlm")
+    assert_rejected(lambda: read_config(tmp_path), "quantization_config", "aqlm")
 
 
 VALUES = [
@@ -873,18 +1002,18 @@ VALUES = [
 
 @settings(max_examples=cases(300))
 @given(st.data())
-def test_any_value_of_any_key(data):
-    """Refused in a line, or understood."""
+def test_mutated_config_is_accepted_or_rejected_in_one_line(data):
+    """Random values of random keys raise a one-line error or give a known format."""
     case = data.draw(st.sampled_from(sorted(CASES)))
     config = json.loads(json.dumps(CASES[case][0]))
     for _ in range(data.draw(st.integers(1, 3))):
-        place = config
-        while isinstance(place, dict) and place:
-            key = data.draw(st.sampled_from(sorted(place)))
-            if not isinstance(place[key], dict) or data.draw(st.integers(0, 3)) == 0:
-                place[key] = data.draw(st.sampled_from(VALUES))
+        node = config
+        while isinstance(node, dict) and node:
+            key = data.draw(st.sampled_from(sorted(node)))
+            if not isinstance(node[key], dict) or data.draw(st.integers(0, 3)) == 0:
+                node[key] = data.draw(st.sampled_from(VALUES))
                 break
-            place = place[key]
+            node = node[key]
     try:
         form = split_quantization({"quantization_config": config})[1]
     except ModelError as error:
@@ -897,8 +1026,8 @@ def test_any_value_of_any_key(data):
 STEM = "model.layers.1.mlp.down_proj"
 
 
-def replaced(suffix: str, make):
-    """A change of one tensor of a matrix; None takes it away."""
+def tensor_damage(suffix: str, make):
+    """Return a function that replaces one tensor of a matrix, or removes it for None."""
 
     def damage(tensors: dict) -> None:
         value = make(tensors.pop(STEM + suffix, None))
@@ -907,8 +1036,8 @@ def replaced(suffix: str, make):
     return damage
 
 
-def first(value):
-    """A scale array with one wrong entry."""
+def with_first_value(value):
+    """Return a function that sets the first scale to `value`."""
 
     def make(scale):
         return np.where(
@@ -919,62 +1048,94 @@ def first(value):
 
 
 DAMAGE = [
-    ("w8a8", replaced(".weight_scale", lambda x: None), f"{STEM}.weight'"),
-    ("w8a8", replaced(".weight_scale", lambda x: x[:-1]), f"{STEM}.weight_scale"),
-    ("w8a8", replaced(".weight_scale", lambda x: x.T.copy()), f"{STEM}.weight_scale"),
-    ("w8a8", replaced(".weight_scale", lambda x: x.astype(np.float64)), f"{STEM}.weight_scale"),
-    ("w8a8", replaced(".weight_scale", lambda x: x[:, 0].astype(np.int32)), f"{STEM}.weight_scale"),
-    ("w8a8", replaced(".weight_scale", first(np.nan)), f"{STEM}.weight_scale"),
-    ("w8a8", replaced(".weight_scale", first(np.inf)), f"{STEM}.weight_scale"),
-    ("w8a8", replaced(".weight", lambda x: None), f"{STEM}.weight'"),
-    ("w8a8", replaced(".weight", lambda x: x.astype(np.uint8)), f"{STEM}.weight'"),
-    ("w8a8", replaced(".weight", lambda x: x[:, :-1].copy()), f"{STEM}.weight'"),
-    ("w8a8", replaced(".weight", lambda x: x.reshape(-1)), f"{STEM}.weight'"),
-    ("w8a8", replaced(".weight", lambda x: x[:, :0].copy()), f"{STEM}.weight'"),
+    ("w8a8", tensor_damage(".weight_scale", lambda x: None), f"{STEM}.weight'"),
+    ("w8a8", tensor_damage(".weight_scale", lambda x: x[:-1]), f"{STEM}.weight_scale"),
+    ("w8a8", tensor_damage(".weight_scale", lambda x: x.T.copy()), f"{STEM}.weight_scale"),
     (
         "w8a8",
-        replaced(".weight_zero_point", lambda x: np.zeros((D, 1), np.int8)),
+        tensor_damage(".weight_scale", lambda x: x.astype(np.float64)),
+        f"{STEM}.weight_scale",
+    ),
+    (
+        "w8a8",
+        tensor_damage(".weight_scale", lambda x: x[:, 0].astype(np.int32)),
+        f"{STEM}.weight_scale",
+    ),
+    ("w8a8", tensor_damage(".weight_scale", with_first_value(np.nan)), f"{STEM}.weight_scale"),
+    ("w8a8", tensor_damage(".weight_scale", with_first_value(np.inf)), f"{STEM}.weight_scale"),
+    ("w8a8", tensor_damage(".weight", lambda x: None), f"{STEM}.weight'"),
+    ("w8a8", tensor_damage(".weight", lambda x: x.astype(np.uint8)), f"{STEM}.weight'"),
+    ("w8a8", tensor_damage(".weight", lambda x: x[:, :-1].copy()), f"{STEM}.weight'"),
+    ("w8a8", tensor_damage(".weight", lambda x: x.reshape(-1)), f"{STEM}.weight'"),
+    ("w8a8", tensor_damage(".weight", lambda x: x[:, :0].copy()), f"{STEM}.weight'"),
+    (
+        "w8a8",
+        tensor_damage(".weight_zero_point", lambda x: np.zeros((D, 1), np.int8)),
         f"{STEM}.weight_zero_point",
     ),
-    ("fp8", replaced(".weight", lambda x: x.view(np.int8)), f"{STEM}.weight'"),
+    ("fp8", tensor_damage(".weight", lambda x: x.view(np.int8)), f"{STEM}.weight'"),
     (
         "fp8",
-        replaced(".weight", lambda x: np.full_like(x, np.nan)),
+        tensor_damage(".weight", lambda x: np.full_like(x, np.nan)),
         "holds a code that is no number",
     ),
-    ("w4a16-32", replaced(".weight_scale", lambda x: None), f"{STEM}.weight_scale"),
-    ("w4a16-32", replaced(".weight_scale", lambda x: x[:, :-1].copy()), f"{STEM}.weight_scale"),
-    ("w4a16-32", replaced(".weight_scale", lambda x: x[:, 0].copy()), f"{STEM}.weight_scale"),
-    ("w4a16-32", replaced(".weight_scale", first(1e5)), "at most 65504"),
-    ("w4a16-32", replaced(".weight_packed", lambda x: None), f"{STEM}.weight"),
-    ("w4a16-32", replaced(".weight_packed", lambda x: x[:, :-1].copy()), f"{STEM}.weight_packed"),
-    ("w4a16-32", replaced(".weight_packed", lambda x: x.astype(np.int64)), f"{STEM}.weight_packed"),
-    ("w4a16-32", replaced(".weight_shape", lambda x: None), f"{STEM}.weight_shape"),
-    ("w4a16-32", replaced(".weight_shape", lambda x: x[:1].copy()), f"{STEM}.weight_shape"),
-    ("w4a16-32", replaced(".weight_shape", lambda x: x.astype(np.float32)), f"{STEM}.weight_shape"),
-    ("w4a16-32", replaced(".weight_shape", lambda x: x * 2**40), f"{STEM}.weight_packed"),
-    ("w4a16-32", replaced(".weight_shape", lambda x: -x), f"{STEM}.weight_shape"),
-    ("w4a16-32", replaced(".weight_shape", lambda x: x - 8), f"{STEM}.weight_packed"),
+    ("w4a16-32", tensor_damage(".weight_scale", lambda x: None), f"{STEM}.weight_scale"),
     (
         "w4a16-32",
-        replaced(".weight_g_idx", lambda x: np.zeros(F, np.int32)),
+        tensor_damage(".weight_scale", lambda x: x[:, :-1].copy()),
+        f"{STEM}.weight_scale",
+    ),
+    ("w4a16-32", tensor_damage(".weight_scale", lambda x: x[:, 0].copy()), f"{STEM}.weight_scale"),
+    ("w4a16-32", tensor_damage(".weight_scale", with_first_value(1e5)), "at most 65504"),
+    ("w4a16-32", tensor_damage(".weight_packed", lambda x: None), f"{STEM}.weight"),
+    (
+        "w4a16-32",
+        tensor_damage(".weight_packed", lambda x: x[:, :-1].copy()),
+        f"{STEM}.weight_packed",
+    ),
+    (
+        "w4a16-32",
+        tensor_damage(".weight_packed", lambda x: x.astype(np.int64)),
+        f"{STEM}.weight_packed",
+    ),
+    ("w4a16-32", tensor_damage(".weight_shape", lambda x: None), f"{STEM}.weight_shape"),
+    ("w4a16-32", tensor_damage(".weight_shape", lambda x: x[:1].copy()), f"{STEM}.weight_shape"),
+    (
+        "w4a16-32",
+        tensor_damage(".weight_shape", lambda x: x.astype(np.float32)),
+        f"{STEM}.weight_shape",
+    ),
+    ("w4a16-32", tensor_damage(".weight_shape", lambda x: x * 2**40), f"{STEM}.weight_packed"),
+    ("w4a16-32", tensor_damage(".weight_shape", lambda x: -x), f"{STEM}.weight_shape"),
+    ("w4a16-32", tensor_damage(".weight_shape", lambda x: x - 8), f"{STEM}.weight_packed"),
+    (
+        "w4a16-32",
+        tensor_damage(".weight_g_idx", lambda x: np.zeros(F, np.int32)),
         f"{STEM}.weight_g_idx",
     ),
-    ("w4a16-32", replaced(".weight", lambda x: np.zeros((D, F), np.float32)), f"{STEM}.weight'"),
     (
         "w4a16-32",
-        replaced(".weight_zero_point", lambda x: np.zeros((16, 8), np.int32)),
-        f"{STEM}.weight_zero_point",
-    ),
-    ("w4a16-64-zero", replaced(".weight_zero_point", lambda x: None), f"{STEM}.weight_zero_point"),
-    (
-        "w4a16-64-zero",
-        replaced(".weight_zero_point", lambda x: x[:-1]),
-        f"{STEM}.weight_zero_point",
+        tensor_damage(".weight", lambda x: np.zeros((D, F), np.float32)),
+        f"{STEM}.weight'",
     ),
     (
+        "w4a16-32",
+        tensor_damage(".weight_zero_point", lambda x: np.zeros((16, 8), np.int32)),
+        f"{STEM}.weight_zero_point",
+    ),
+    (
         "w4a16-64-zero",
-        replaced(".weight_zero_point", lambda x: x.astype(np.int8)),
+        tensor_damage(".weight_zero_point", lambda x: None),
+        f"{STEM}.weight_zero_point",
+    ),
+    (
+        "w4a16-64-zero",
+        tensor_damage(".weight_zero_point", lambda x: x[:-1]),
+        f"{STEM}.weight_zero_point",
+    ),
+    (
+        "w4a16-64-zero",
+        tensor_damage(".weight_zero_point", lambda x: x.astype(np.int8)),
         f"{STEM}.weight_zero_point",
     ),
 ]
@@ -983,30 +1144,30 @@ DAMAGE = [
 @pytest.mark.parametrize(
     ("case", "damage", "words"), DAMAGE, ids=[f"{case}-{w}" for case, _, w in DAMAGE]
 )
-def test_damaged_tensors(tmp_path, case, damage, words):
-    tensors, _ = by_hand(tmp_path, case)
-    read(tmp_path)
+def test_error_names_the_damaged_tensor(tmp_path, case, damage, words):
+    tensors, _ = write_compressed_tensors_folder(tmp_path, case)
+    load_host_weights(tmp_path)
     damage(tensors)
     save_file(
         {name: np.ascontiguousarray(value) for name, value in tensors.items()},
         tmp_path / "model.safetensors",
     )
-    refused(lambda: read(tmp_path), words)
+    assert_rejected(lambda: load_host_weights(tmp_path), words)
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w4a16-64-zero"])
-def test_truncated(tmp_path, case):
-    by_hand(tmp_path, case)
+def test_truncated_file_is_rejected(tmp_path, case):
+    write_compressed_tensors_folder(tmp_path, case)
     file = tmp_path / "model.safetensors"
     rng = np.random.default_rng(0)
-    whole = file.read_bytes()
-    for cut in [0, 7, 100, len(whole) - 1, *rng.integers(0, len(whole), 20)]:
-        file.write_bytes(whole[:cut])
-        refused(lambda: read(tmp_path), "model.safetensors")
+    contents = file.read_bytes()
+    for cut in [0, 7, 100, len(contents) - 1, *rng.integers(0, len(contents), 20)]:
+        file.write_bytes(contents[:cut])
+        assert_rejected(lambda: load_host_weights(tmp_path), "model.safetensors")
 
 
-def test_a_group_that_does_not_divide(tmp_path):
-    tensors, _ = by_hand(tmp_path, "w4a16-128")
+def test_group_size_must_divide_the_inputs(tmp_path):
+    tensors, _ = write_compressed_tensors_folder(tmp_path, "w4a16-128")
     tensors |= {
         f"{STEM}.weight_packed": np.zeros((D, 24), np.int32),
         f"{STEM}.weight_shape": np.array([D, 192]),
@@ -1015,18 +1176,18 @@ def test_a_group_that_does_not_divide(tmp_path):
         tensors | {f"{STEM}.weight_scale": np.ones((D, 1), np.float16)},
         tmp_path / "model.safetensors",
     )
-    refused(lambda: read(tmp_path), STEM, "192 inputs", "could be 32 or 64")
+    assert_rejected(lambda: load_host_weights(tmp_path), STEM, "192 inputs", "could be 32 or 64")
 
 
-def test_a_scale_that_is_no_number_where_codes_are_widened(tmp_path):
-    tensors, _ = by_hand(tmp_path, "w8a8")
-    parts, _ = coded(
+def test_non_finite_scale_of_dequantized_head_is_rejected(tmp_path):
+    tensors, _ = write_compressed_tensors_folder(tmp_path, "w8a8")
+    head_tensors, _ = random_stored_matrix(
         np.random.default_rng(0), "lm_head", tensors.pop("lm_head.weight").shape, "w8a8"
     )
-    parts["lm_head.weight_scale"][3] = np.nan
-    save_file(tensors | parts, tmp_path / "model.safetensors")
+    head_tensors["lm_head.weight_scale"][3] = np.nan
+    save_file(tensors | head_tensors, tmp_path / "model.safetensors")
     config = replace(read_config(tmp_path), quant=None)
-    refused(
+    assert_rejected(
         lambda: load_weights(tmp_path, config, place=lambda spec, leaf: leaf),
         "lm_head.weight_scale",
         "finite",
@@ -1034,10 +1195,10 @@ def test_a_scale_that_is_no_number_where_codes_are_widened(tmp_path):
 
 
 @pytest.mark.slow
-def test_scales_too_small_for_float16_are_the_nearest(tmp_path):
-    tensors, _ = by_hand(tmp_path, "w4a16-32")
+def test_tiny_scales_become_the_nearest_float16_subnormals(tmp_path):
+    tensors, _ = write_compressed_tensors_folder(tmp_path, "w4a16-32")
     name = f"{STEM}.weight_scale"
     tensors[name] = np.full_like(tensors[name], 1.1e-6)
     save_file(tensors, tmp_path / "model.safetensors")
-    scale = read(tmp_path).layers[1].mlp.down_FD.scale
+    scale = load_host_weights(tmp_path).layers[1].mlp.down_FD.scale
     assert np.abs(scale.astype(np.float64) - tensors[name][0, 0].astype(np.float64)).max() <= 3e-8

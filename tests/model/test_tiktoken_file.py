@@ -1,4 +1,4 @@
-"""Kimi's tokenizer from its list of ranks, against byte-pair merging done by hand."""
+"""Kimi's tokenizer from a tiktoken file, against a reference of byte-pair merging."""
 
 import base64
 import json
@@ -21,8 +21,8 @@ TEXT = (
 )
 
 
-def learned(text: str, count: int) -> dict[bytes, int]:
-    """Ranks of single bytes, then of the most frequent pairs, over and over."""
+def learn_ranks(text: str, count: int) -> dict[bytes, int]:
+    """Learn BPE ranks: single bytes, then the most frequent pair again and again."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     words = [
         [bytes([byte]) for byte in word.encode()] for word in text.replace(" ", "| ").split("|")
@@ -30,15 +30,15 @@ def learned(text: str, count: int) -> dict[bytes, int]:
     while len(ranks) < 256 + count:
         pairs: dict[bytes, int] = {}
         for word in words:
-            for left, right in zip(word, word[1:], strict=False):
-                pairs[left + right] = pairs.get(left + right, 0) + 1
+            for piece, next_piece in zip(word, word[1:], strict=False):
+                pairs[piece + next_piece] = pairs.get(piece + next_piece, 0) + 1
         best = max(sorted(pairs), key=lambda pair: (pair not in ranks, pairs[pair]))
         ranks[best] = len(ranks)
-        words = [merged(word, best) for word in words]
+        words = [merge_pair(word, best) for word in words]
     return ranks
 
 
-def merged(word: list[bytes], token: bytes) -> list[bytes]:
+def merge_pair(word: list[bytes], token: bytes) -> list[bytes]:
     out: list[bytes] = []
     for piece in word:
         if out and out[-1] + piece == token:
@@ -48,10 +48,8 @@ def merged(word: list[bytes], token: bytes) -> list[bytes]:
     return out
 
 
-def by_hand(word: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """The neighbours whose union has the lowest rank are merged, the first of equals, until no
-    union is a token.
-    """
+def reference_encode(word: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """Merge the first neighbours whose union has the lowest rank until no union is a token."""
     pieces = [bytes([byte]) for byte in word]
     while word not in ranks or len(pieces) > 1:
         if word in ranks:
@@ -68,32 +66,32 @@ def by_hand(word: bytes, ranks: dict[bytes, int]) -> list[int]:
     return [ranks[piece] for piece in pieces]
 
 
-def write(folder, ranks: dict[bytes, int], **config):
+def write_tokenizer(folder, ranks: dict[bytes, int], **config):
     lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
     (folder / "tiktoken.model").write_bytes(b"".join(lines))
-    named = {
+    added_tokens = {
         str(len(ranks)): {"content": "[BOS]", "special": True},
         str(len(ranks) + 1): {"content": "[EOS]", "special": True},
         str(len(ranks) + 4): {"content": "<think>", "special": False},
     }
     (folder / "tokenizer_config.json").write_text(
-        json.dumps(CONFIG | {"added_tokens_decoder": named} | config)
+        json.dumps(CONFIG | {"added_tokens_decoder": added_tokens} | config)
     )
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return learned(TEXT, 60)
+    return learn_ranks(TEXT, 60)
 
 
-def test_words_are_merged_as_by_hand(tmp_path, ranks):
-    tokenizer = Tokenizer(write(tmp_path, ranks))
+def test_random_words_match_the_reference(tmp_path, ranks):
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, ranks))
     rng = random.Random(1)
     letters = "thesirnoy"
     for _ in range(300):
         word = "".join(rng.choice(letters) for _ in range(rng.randrange(1, 14)))
-        assert tokenizer.encode(word) == by_hand(word.encode(), ranks)
+        assert tokenizer.encode(word) == reference_encode(word.encode(), ranks)
 
 
 @pytest.mark.parametrize(
@@ -110,25 +108,25 @@ def test_words_are_merged_as_by_hand(tmp_path, ranks):
         ("über Ünïcode", ["über", " Ünïcode"]),
     ],
 )
-def test_texts_are_cut_into_words(tmp_path, ranks, text, words):
-    ids = Tokenizer(write(tmp_path, ranks)).encode(text)
-    assert ids == [token for word in words for token in by_hand(word.encode(), ranks)]
+def test_pre_tokenizer_splits_texts_into_words(tmp_path, ranks, text, words):
+    ids = Tokenizer(write_tokenizer(tmp_path, ranks)).encode(text)
+    assert ids == [token for word in words for token in reference_encode(word.encode(), ranks)]
 
 
-def test_texts_come_back(tmp_path, ranks):
-    tokenizer = Tokenizer(write(tmp_path, ranks))
+def test_random_texts_round_trip(tmp_path, ranks):
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, ranks))
     rng = random.Random(2)
     for _ in range(200):
         text = "".join(rng.choice(TEXT + "😀é\u200b\x00") for _ in range(40))
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_special_tokens(tmp_path, ranks):
-    tokenizer = Tokenizer(write(tmp_path, ranks))
+def test_special_and_reserved_tokens(tmp_path, ranks):
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, ranks))
     first = len(ranks)
     assert tokenizer.encode("[BOS]the<think>[EOS]") == [
         first,
-        *by_hand(b"the", ranks),
+        *reference_encode(b"the", ranks),
         first + 4,
         first + 1,
     ]
@@ -148,14 +146,14 @@ def test_special_tokens(tmp_path, ranks):
         ),
     ],
 )
-def test_ranks_that_are_none(tmp_path, ranks, change, message):
+def test_invalid_ranks_are_rejected(tmp_path, ranks, change, message):
     with pytest.raises(ModelError, match=message):
-        Tokenizer(write(tmp_path, change(ranks)))
+        Tokenizer(write_tokenizer(tmp_path, change(ranks)))
 
 
 @pytest.mark.parametrize("line", [b"YQ==", b"YQ== x", b"!! 3", b"YQ== 3 4"])
-def test_a_line_that_is_none(tmp_path, ranks, line):
-    write(tmp_path, ranks)
+def test_invalid_line_is_rejected(tmp_path, ranks, line):
+    write_tokenizer(tmp_path, ranks)
     (tmp_path / "tiktoken.model").write_bytes(line)
     with pytest.raises(ModelError, match="line 1 is .* a token in base64 and a rank"):
         Tokenizer(tmp_path)
@@ -164,15 +162,15 @@ def test_a_line_that_is_none(tmp_path, ranks, line):
 @pytest.mark.parametrize(
     "added", [{"7": {"content": "x"}}, {"x": {"content": "x"}}, {"400": {}}, {"400": "x"}]
 )
-def test_named_tokens_that_are_none(tmp_path, ranks, added):
+def test_invalid_added_tokens_are_rejected(tmp_path, ranks, added):
     with pytest.raises(ModelError, match="added_tokens_decoder in tokenizer_config.json has"):
-        Tokenizer(write(tmp_path, ranks, added_tokens_decoder=added))
+        Tokenizer(write_tokenizer(tmp_path, ranks, added_tokens_decoder=added))
 
 
-def test_lists_of_other_models_are_refused(tmp_path, ranks):
+def test_tiktoken_files_of_other_models_are_rejected(tmp_path, ranks):
     with pytest.raises(ModelError, match="known of Kimi's alone"):
         Tokenizer(
-            write(
+            write_tokenizer(
                 tmp_path,
                 ranks,
                 auto_map={"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", None]},

@@ -1,4 +1,4 @@
-"""Models that also see or hear: their text model is loaded, the rest is named and left out."""
+"""Multimodal models: only the text model is loaded, and the log names the other tensors."""
 
 import json
 import logging
@@ -25,30 +25,30 @@ VISION = (
 )
 
 
-def whole(folder, **text) -> dict:
-    """A folder whose text model is a tiny Llama, its tensors under the names of a whole model."""
+def write_multimodal_model(folder, **text) -> dict:
+    """Write a multimodal folder with a tiny Llama text model; return the text model's tensors."""
     tiny.write(folder)
     stored = load_file(folder / "model.safetensors")
-    named = {f"language_model.{name}": value for name, value in stored.items()}
+    prefixed = {f"language_model.{name}": value for name, value in stored.items()}
     save_file(
-        named | {name: np.ones(3, np.float32) for name in VISION}, folder / "model.safetensors"
+        prefixed | {name: np.ones(3, np.float32) for name in VISION}, folder / "model.safetensors"
     )
     (folder / "config.json").write_text(json.dumps(OUTER | {"text_config": tiny.LLAMA | text}))
     return stored
 
 
-def test_the_text_model_is_that_of_its_own_folder(tmp_path, caplog):
-    stored = whole(tmp_path / "whole")
+def test_text_model_of_a_multimodal_folder_is_loaded(tmp_path, caplog):
+    stored = write_multimodal_model(tmp_path / "whole")
     tiny.write(tmp_path / "text", tensors=stored)
     with caplog.at_level(logging.INFO, "quire"):
-        found, own = (
+        multimodal_weights, text_weights = (
             loader.load_weights(tmp_path / name, loader.read_config(tmp_path / name))
             for name in ("whole", "text")
         )
     assert loader.read_config(tmp_path / "whole") == loader.read_config(tmp_path / "text")
-    np.testing.assert_array_equal(found.head_VD, own.head_VD)
+    np.testing.assert_array_equal(multimodal_weights.head_VD, text_weights.head_VD)
     np.testing.assert_array_equal(
-        found.layers[1].attention.qkv_DGH, own.layers[1].attention.qkv_DGH
+        multimodal_weights.layers[1].attention.qkv_DGH, text_weights.layers[1].attention.qkv_DGH
     )
     assert [record.getMessage() for record in caplog.records] == [
         (
@@ -63,19 +63,28 @@ def test_the_text_model_is_that_of_its_own_folder(tmp_path, caplog):
     [
         ({"text_config": [1]}, r"text_config = \[1\]; it must be an object"),
         ({"text_config": None}, "lacks 'text_config'"),
-        ({"text_config": tiny.LLAMA | {"model_type": "mistral3"}}, "'mistral3', which is not supported in another"),
-        ({"text_config": tiny.LLAMA | {"model_type": 3}}, "model_type 3, which is not supported in another"),
+        (
+            {"text_config": tiny.LLAMA | {"model_type": "mistral3"}},
+            "'mistral3', which is not supported in another",
+        ),
+        (
+            {"text_config": tiny.LLAMA | {"model_type": 3}},
+            "model_type 3, which is not supported in another",
+        ),
         ({"logit_bias": 2.0}, "logit_bias = 2.0 is not understood"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, "'fp8' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
+            "'fp8' is not supported",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_not_supported_is_named(change, message):
+)
+def test_error_names_the_unsupported_option(change, message):
     hf = OUTER | {"text_config": tiny.LLAMA} | change
     with pytest.raises(ModelError, match=message):
         loader.family_for(hf).config(hf)
 
 
-def test_what_is_said_once_for_the_whole_counts():
+def test_outer_config_keys_have_precedence():
     hf = PUBLISHED["Ministral-3-3B"].config
     read = loader.family_for(hf).config
     assert (read(hf).tied, read(hf).dtype, read(hf).family) == (True, "bfloat16", "ministral3")

@@ -1,6 +1,6 @@
 // The attention kernel without XLA, against a softmax in doubles, for the compiler's sanitizers: build it with
 // -std=c++17 -O1 -g -pthread, -isystem of jax.ffi.include_dir(), -I ops/native, and -fsanitize=address,undefined or
-// -fsanitize=thread. Pages, tables and rows are cut to size, so that a step too far is seen.
+// -fsanitize=thread. Pages, tables and rows have exact sizes, so that accesses out of bounds are seen.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -54,19 +54,19 @@ double at<Pair>(const void* p, int64_t i) {
   return (static_cast<const Pair*>(p)[i / 2].codes >> i % 2 * 4 & 15) - 8;
 }
 
-// A key of four bits as it was before it was turned.
-std::vector<double> turned_back(const Pair* key, int64_t H) {
-  std::vector<double> found(H);
+// A 4-bit key before the Hadamard rotation.
+std::vector<double> unrotated(const Pair* key, int64_t H) {
+  std::vector<double> values(H);
   int64_t block = H & -H;
   for (int64_t i = 0; i < H; ++i)
     for (int64_t j = i / block * block; j < (i / block + 1) * block; ++j)
-      found[i] += at<Pair>(key, j) * (__builtin_popcountll(i & j & (block - 1)) % 2 ? -1 : 1) / std::sqrt(double(block));
-  return found;
+      values[i] += at<Pair>(key, j) * (__builtin_popcountll(i & j & (block - 1)) % 2 ? -1 : 1) / std::sqrt(double(block));
+  return values;
 }
 
-// The largest error of one step of random shape, beyond what rounding weights may cost.
+// The largest error of a step of random shape beyond the rounding of attention weights.
 template <typename Page, typename X, typename New>
-double error_of(int seed) {
+double step_error(int seed) {
   Random random{std::mt19937(seed)};
   Call a{};
   int64_t group = random.one_of({1, 2, 3, 9});
@@ -105,20 +105,20 @@ double error_of(int seed) {
   std::vector<float> k_scale(a.P * a.S * a.K), v_scale(a.P * a.S * a.K);
   float nan = std::nanf("");
   auto scale_of = [&](int64_t slot, int64_t head) { return slot / a.S * a.K * a.S + head * a.S + slot % a.S; };
-  auto drawn = [&](int64_t codes, [[maybe_unused]] float number) {
+  auto random_element = [&](int64_t codes, [[maybe_unused]] float number) {
     if constexpr (PAIRS)
       return Pair{static_cast<uint8_t>(random.below(256))};
     else
       return bytes ? static_cast<Page>(random.below(codes) - 127) : quire::attention::convert<Page>(number);
   };
   auto fill = [&](std::vector<Page>& pages, std::vector<float>& scale, int64_t width) {
-    for (int64_t i = 0; i < static_cast<int64_t>(pages.size()); ++i) pages[i] = drawn(200, nan);
+    for (int64_t i = 0; i < static_cast<int64_t>(pages.size()); ++i) pages[i] = random_element(200, nan);
     std::fill(scale.begin(), scale.end(), nan);
     for (int64_t b = 0; b < a.B && !pages.empty(); ++b)
       for (int64_t p = 0; p < lengths[b]; ++p)
         for (int64_t i = 0; i < a.K * width; i += EACH) {
           int64_t at = (slot_of(b, p) * a.K * width + i) / EACH;
-          pages[at] = drawn(255, random.normal());
+          pages[at] = random_element(255, random.normal());
           scale[scale_of(slot_of(b, p), i / width)] = 0.02f * static_cast<float>(1 + (p + i / width) % 3);
         }
   };
@@ -132,7 +132,7 @@ double error_of(int seed) {
   a.positions = positions.data(), a.starts = starts.data(), a.tables = tables.data(), a.slots = slots.data();
   quire::attention::attend<Page, X>(a, THREADS, [](int64_t chunks, const auto& run) { spread(chunks, run); });
 
-  double worst = 0;
+  double max_error = 0;
   for (int64_t b = 0; b < a.B; ++b)
     for (int64_t row = starts[b]; row < starts[b + 1]; ++row)
       for (int64_t n = 0; n < a.N; ++n) {
@@ -144,12 +144,12 @@ double error_of(int seed) {
         for (int64_t p = first; p <= last; ++p) {
           double score = 0;
           int64_t key = slot_of(b, p) * a.K + head;
-          std::vector<double> numbers(a.H);
+          std::vector<double> key_values(a.H);
           if constexpr (PAIRS)
-            numbers = turned_back(static_cast<const Pair*>(a.k_pages) + key * a.H / 2, a.H);
+            key_values = unrotated(static_cast<const Pair*>(a.k_pages) + key * a.H / 2, a.H);
           else
-            for (int64_t h = 0; h < a.H; ++h) numbers[h] = at<Page>(a.k_pages, key * a.H + h);
-          for (int64_t h = 0; h < a.H; ++h) score += at<New>(a.q, (row * a.N + n) * a.H + h) * numbers[h];
+            for (int64_t h = 0; h < a.H; ++h) key_values[h] = at<Page>(a.k_pages, key * a.H + h);
+          for (int64_t h = 0; h < a.H; ++h) score += at<New>(a.q, (row * a.N + n) * a.H + h) * key_values[h];
           score *= a.scoring.scale * (bytes ? k_scale[scale_of(slot_of(b, p), head)] : 1.0);
           if (a.scoring.soft_cap) score = a.scoring.soft_cap * std::tanh(score / a.scoring.soft_cap);
           scores.push_back(score), best = std::max(best, score);
@@ -160,31 +160,31 @@ double error_of(int seed) {
           int64_t value = slot_of(b, p) * a.K + head;
           total += weight;
           for (int64_t i = 0; i < a.V; ++i) {
-            double part = weight * (latent ? at<Page>(a.k_pages, value * a.H + i) : at<Page>(a.v_pages, value * a.V + i)) *
+            double term = weight * (latent ? at<Page>(a.k_pages, value * a.H + i) : at<Page>(a.v_pages, value * a.V + i)) *
                           (bytes ? (latent ? k_scale : v_scale)[scale_of(slot_of(b, p), head)] : 1.0);
-            sums[i] += part;
-            if (quire::attention::PAIRS<X>) rounding[i] += std::fabs(part) / 256;  // the weight is a bfloat16
+            sums[i] += term;
+            if (quire::attention::PAIRS<X>) rounding[i] += std::fabs(term) / 256;  // attention weights are bfloat16
           }
         }
         for (int64_t i = 0; i < a.V; ++i)
-          worst = std::max(worst, std::fabs(at<New>(a.out, (row * a.N + n) * a.V + i) - sums[i] / total) -
+          max_error = std::max(max_error, std::fabs(at<New>(a.out, (row * a.N + n) * a.V + i) - sums[i] / total) -
                                       rounding[i] / total);
       }
-  return worst;
+  return max_error;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  int cases = argc > 1 ? std::atoi(argv[1]) : 20, wrong = 0;
+  int cases = argc > 1 ? std::atoi(argv[1]) : 20, failures = 0;
   for (int seed = 0; seed < cases; ++seed) {
-    double errors[] = {error_of<float, float, float>(seed), error_of<uint16_t, uint16_t, uint16_t>(seed),
-                       error_of<int8_t, uint16_t, uint16_t>(seed), error_of<int8_t, float, float>(seed),
-                       error_of<uint16_t, float, float>(seed), error_of<float, float, uint16_t>(seed),
-                       error_of<Pair, float, float>(seed)};
-    wrong += !(error_of<Pair, uint16_t, uint16_t>(seed) < 0.1);  // queries are rounded once more
-    for (double error : errors) wrong += !(error < 0.02);
+    double errors[] = {step_error<float, float, float>(seed), step_error<uint16_t, uint16_t, uint16_t>(seed),
+                       step_error<int8_t, uint16_t, uint16_t>(seed), step_error<int8_t, float, float>(seed),
+                       step_error<uint16_t, float, float>(seed), step_error<float, float, uint16_t>(seed),
+                       step_error<Pair, float, float>(seed)};
+    failures += !(step_error<Pair, uint16_t, uint16_t>(seed) < 0.1);  // queries are rounded once more
+    for (double error : errors) failures += !(error < 0.02);
   }
-  std::printf("%d wrong of %d\n", wrong, 8 * cases);
-  return wrong != 0;
+  std::printf("%d failures of %d\n", failures, 8 * cases);
+  return failures != 0;
 }

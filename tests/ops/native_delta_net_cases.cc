@@ -1,4 +1,4 @@
-// The gated delta rule over random cases without XLA, on threads: against a loop in double precision.
+// The gated delta rule in random cases without XLA, on threads: against a loop in double precision.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -13,9 +13,9 @@ int main(int argc, char** argv) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
-  auto drawn = [&](int64_t size, float low, float high) {
+  auto random_values = [&](int64_t size, float low, float high) {
     std::vector<float> x(size);
-    for (auto& one : x) one = low + (high - low) * static_cast<float>(below(1000)) / 1000;
+    for (auto& value : x) value = low + (high - low) * static_cast<float>(below(1000)) / 1000;
     return x;
   };
   int rounds = 10 * (argc > 1 ? std::atoi(argv[1]) : 20);
@@ -23,47 +23,48 @@ int main(int argc, char** argv) {
     constexpr int64_t SIZES[] = {1, 5, 16, 33, 48, 80};
     const int64_t K = 1 + below(2), N = K * (1 + below(3)), H = 1 + below(20), V = SIZES[below(6)], B = 3, slots = 4;
     const bool by_key = below(2), corrects = below(2);
-    std::vector<int32_t> starts{0}, slot{2, 0, static_cast<int32_t>(slots)}, begins(B), kept(B);
+    std::vector<int32_t> starts{0}, slot{2, 0, static_cast<int32_t>(slots)}, is_first_step(B), num_kept(B);
     for (int64_t b = 0; b < B; ++b) {
       int64_t rows = below(6);
       starts.push_back(starts.back() + static_cast<int32_t>(rows));
-      begins[b] = static_cast<int32_t>(below(2)), kept[b] = static_cast<int32_t>(below(rows + 2));
+      is_first_step[b] = static_cast<int32_t>(below(2)), num_kept[b] = static_cast<int32_t>(below(rows + 2));
     }
     const int64_t T = starts.back() + 2;
-    auto q = drawn(T * K * H, -1, 1), k = drawn(T * K * H, -0.3f, 0.3f), v = drawn(T * N * V, -1, 1);
-    auto decay = drawn(T * N * (by_key ? H : 1), 0.5f, 1), beta = drawn(T * N, 0, 1);
-    auto memory = drawn(slots * N * H * V, -1, 1);
-    const auto before = memory;
+    auto q = random_values(T * K * H, -1, 1), k = random_values(T * K * H, -0.3f, 0.3f);
+    auto v = random_values(T * N * V, -1, 1);
+    auto decay = random_values(T * N * (by_key ? H : 1), 0.5f, 1), beta = random_values(T * N, 0, 1);
+    auto memory = random_values(slots * N * H * V, -1, 1);
+    const auto old_memory = memory;
     std::vector<float> out(T * N * V);
     delta::Work w{T, K, H, N, V, slots, q.data(), k.data(), v.data(), decay.data(), beta.data(), starts.data(),
-                  slot.data(), begins.data(), kept.data(), memory.data(), out.data(), corrects, by_key};
+                  slot.data(), is_first_step.data(), num_kept.data(), memory.data(), out.data(), corrects, by_key};
     std::vector<std::thread> threads;
-    for (int64_t part = 0; part < 3; ++part)
-      threads.emplace_back([&, part] {
-        for (int64_t number = part; number < B * N * delta::parts(w); number += 3) delta::chunk(w, number);
+    for (int64_t thread_id = 0; thread_id < 3; ++thread_id)
+      threads.emplace_back([&, thread_id] {
+        for (int64_t number = thread_id; number < B * N * delta::parts(w); number += 3) delta::chunk(w, number);
       });
     for (auto& thread : threads) thread.join();
     for (int64_t b = 0; b < B; ++b)
       for (int64_t n = 0; n < N && slot[b] < slots; ++n) {
         std::vector<double> m(H * V);
-        for (int64_t i = 0; i < H * V && !begins[b]; ++i) m[i] = before[(slot[b] * N + n) * H * V + i];
+        for (int64_t i = 0; i < H * V && !is_first_step[b]; ++i) m[i] = old_memory[(slot[b] * N + n) * H * V + i];
         for (int64_t t = starts[b]; t < starts[b + 1]; ++t)
           for (int64_t c = 0; c < V; ++c) {
             const int64_t g = (t * K + n / (N / K)) * H;
-            double said = 0, read = 0;
+            double predicted = 0, expected = 0;
             for (int64_t h = 0; h < H; ++h) {
               m[h * V + c] *= decay[(t * N + n) * (by_key ? H : 1) + (by_key ? h : 0)];
-              said += m[h * V + c] * k[g + h];
+              predicted += m[h * V + c] * k[g + h];
             }
-            const double error = (v[(t * N + n) * V + c] - (corrects ? said : 0)) * beta[t * N + n];
-            for (int64_t h = 0; h < H; ++h) read += (m[h * V + c] += error * k[g + h]) * q[g + h];
-            if (std::abs(read - out[(t * N + n) * V + c]) > 1e-4)
+            const double error = (v[(t * N + n) * V + c] - (corrects ? predicted : 0)) * beta[t * N + n];
+            for (int64_t h = 0; h < H; ++h) expected += (m[h * V + c] += error * k[g + h]) * q[g + h];
+            if (std::abs(expected - out[(t * N + n) * V + c]) > 1e-4)
               return std::printf("round %d: row %d of head %d is wrong\n", round, int(t), int(n));
           }
       }
-    for (int64_t other = 0; other < slots; ++other)
-      for (int64_t i = 0; i < N * H * V && other != slot[0] && other != slot[1]; ++i)
-        if (memory[other * N * H * V + i] != before[other * N * H * V + i])
+    for (int64_t other_slot = 0; other_slot < slots; ++other_slot)
+      for (int64_t i = 0; i < N * H * V && other_slot != slot[0] && other_slot != slot[1]; ++i)
+        if (memory[other_slot * N * H * V + i] != old_memory[other_slot * N * H * V + i])
           return std::printf("round %d: the memory of another slot has changed\n", round);
   }
   return 0;

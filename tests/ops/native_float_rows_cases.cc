@@ -1,3 +1,3 @@
-// The same cases with kernels that leave rows in float32.
+// The cases of native_linear_cases.cc with kernels that keep rows in float32.
 #define QUIRE_FLOAT_ROWS
 #include "native_linear_cases.cc"

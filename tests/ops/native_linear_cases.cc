@@ -1,5 +1,5 @@
 // The weight products without XLA, against doubles, for the compiler's sanitizers (tests/test_native_sanitizers.py).
-// Weights and rows are cut to size, so that a step too far is seen.
+// Weights and rows have exact sizes, so that accesses out of bounds are seen.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -13,13 +13,13 @@ namespace {
 
 using namespace quire;
 
-// A pool none of whose threads ever begins: the caller must be able to do everything.
+// A pool whose threads never begin: the caller must be able to do all work.
 struct Parked {
-  std::vector<std::function<void()>> late;
+  std::vector<std::function<void()>> tasks;
   int64_t num_threads() const { return 4; }
-  void Schedule(std::function<void()> task) { late.push_back(std::move(task)); }
+  void Schedule(std::function<void()> task) { tasks.push_back(std::move(task)); }
   ~Parked() {
-    for (auto& task : late) task();
+    for (auto& task : tasks) task();
   }
 };
 
@@ -46,16 +46,16 @@ struct Input {
   double at(int64_t i) const { return value(rows[i]); }
 };
 
-// What the product is; and that the first rows by themselves are the same bits.
+// Returns the product; checks that the first rows alone give the same bits.
 template <typename P, typename Format>
-std::vector<float> multiplied(const Format& f, const typename Format::X* x, const Shape& s) {
+std::vector<float> multiply(const Format& f, const typename Format::X* x, const Shape& s) {
   std::vector<float> y(s.T * s.O), alone((1 + below(s.T)) * s.O);
-  for (auto* some : {&y, &alone}) {
+  for (auto* outputs : {&y, &alone}) {
     P pool;
-    int64_t rows = static_cast<int64_t>(some->size()) / s.O;
-    product(pool, f, x, rows, s.K, Out{some->data(), true, nullptr, s.O, s.blocks, NONE});
+    int64_t rows = static_cast<int64_t>(outputs->size()) / s.O;
+    product(pool, f, x, rows, s.K, Out{outputs->data(), true, nullptr, s.O, s.blocks, NONE});
   }
-  if (!std::equal(alone.begin(), alone.end(), y.begin())) std::puts("rows differ by what else is there"), std::exit(1);
+  if (!std::equal(alone.begin(), alone.end(), y.begin())) std::puts("rows depend on the batch"), std::exit(1);
   return y;
 }
 
@@ -66,8 +66,8 @@ double worst(const Shape& s, const std::vector<float>& y, const Value& value) {
     for (int64_t o = 0; o < s.O; ++o) {
       double sum = 0, size = 1;
       for (int64_t k = 0; k < s.K; ++k) {
-        double one = value(t, k, o);
-        sum += one, size += std::abs(one);
+        double term = value(t, k, o);
+        sum += term, size += std::abs(term);
       }
       error = std::max(error, std::abs(sum - y[t * s.O + o]) / size);
     }
@@ -80,7 +80,7 @@ double dense() {
   Input x(s);
   std::vector<uint16_t> w(s.blocks * LANES * s.K);
   for (uint16_t& v : w) v = narrow(normal());
-  auto y = multiplied<P>(Bf16{w.data()}, x.rows.data(), s);
+  auto y = multiply<P>(Bf16{w.data()}, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     return x.at(t * s.K + k) * widen(w[(o / LANES * s.K + k / 2 * 2) * LANES + o % LANES * 2 + k % 2]);
   });
@@ -102,7 +102,7 @@ double bytes() {
   };
   for (int64_t o = 0; o < s.blocks * LANES; ++o)
     for (int64_t k = 0; k < s.K; ++k) sum[o] += weight(k, o);
-  auto y = multiplied<P>(Int8{w.data(), scale.data(), sum.data(), x_scale.data()}, rows.data(), s);
+  auto y = multiply<P>(Int8{w.data(), scale.data(), sum.data(), x_scale.data()}, rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     int code = static_cast<int8_t>(static_cast<uint8_t>(rows[t * s.K + k] - BIAS));
     return double(code) * weight(k, o) * scale[o] * x_scale[t];
@@ -122,9 +122,9 @@ double nibbles() {
   for (uint8_t& v : zero) v = static_cast<uint8_t>(below(16));
   for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += value(x.rows[i]);
   bool zeros = below(2);
-  const float* taken = zeros || Int4::REST != 0 ? sums.data() : nullptr;
-  Int4 f{w.data(), Float16(scale.data()), Float16(nullptr), taken, group, zeros ? zero.data() : nullptr};
-  auto y = multiplied<P>(f, x.rows.data(), s);
+  const float* x_sum = zeros || Int4::REST != 0 ? sums.data() : nullptr;
+  Int4 f{w.data(), Float16(scale.data()), Float16(nullptr), x_sum, group, zeros ? zero.data() : nullptr};
+  auto y = multiply<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     uint32_t lane = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES];
     int code = lane >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
@@ -144,7 +144,7 @@ double floats() {
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
   for (uint8_t& v : scale) v = static_cast<uint8_t>(124 + below(4));
   Mxfp4 f{w.data(), Exponent(scale.data()), Exponent(nullptr), nullptr, 32};
-  auto y = multiplied<P>(f, x.rows.data(), s);
+  auto y = multiply<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     uint32_t lane = w[(o / LANES * (s.K / 8) + k / 8) * LANES + o % LANES];
     int code = lane >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
@@ -153,7 +153,7 @@ double floats() {
   });
 }
 
-// Codes of four bits under rows of bytes.
+// 4-bit codes times int8 rows.
 template <typename P, typename Format>
 double byte_rows() {
   constexpr int PLACE[8] = {0, 2, 4, 6, 1, 3, 5, 7};
@@ -162,41 +162,41 @@ double byte_rows() {
   Shape s;
   int64_t group = 32 << below(3), groups = s.K / group, outputs = s.blocks * LANES;
   std::vector<uint32_t> w(outputs * s.K / 8);
-  std::vector<float> scale(outputs * groups), least(outputs * groups);
-  bool taken = below(2);
+  std::vector<float> scale(outputs * groups), minimum(outputs * groups);
+  bool has_minimum = below(2);
   GroupBytes x{std::vector<int8_t>(s.T * s.K), {}, {}, {}};
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
-  for (auto* both : {&scale, &least})
-    for (float& v : *both) v = normal();
+  for (auto* array : {&scale, &minimum})
+    for (float& v : *array) v = normal();
   for (int8_t& v : x.rows) v = static_cast<int8_t>(below(255) - 127);
   for (int64_t i = 0; i < s.T * groups; ++i) {
     int32_t sum = 0;
     for (int64_t k = 0; k < group; ++k) sum += x.rows[i * group + k];
     x.scale.push_back(std::abs(normal()));
     x.sum.push_back(x.scale[i] * sum);
-    x.start.push_back(-(Format::OFFSET + (taken ? 0 : Format::MIDDLE)) * sum);
+    x.start.push_back(-(Format::OFFSET + (has_minimum ? 0 : Format::MIDDLE)) * sum);
   }
-  Format f{w.data(), Wide(scale.data()), Wide(taken ? least.data() : nullptr), x, group};
-  auto y = multiplied<P>(f, x.rows.data(), s);
+  Format f{w.data(), Wide(scale.data()), Wide(has_minimum ? minimum.data() : nullptr), x, group};
+  auto y = multiply<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     int64_t block = o / LANES, lane = o % LANES, at = (block * groups + k / group) * LANES + lane;
     int code = w[(block * (s.K / 8) + k / 8) * LANES + lane] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
-    double number = code - (taken ? 0 : 8);
+    double number = code - (has_minimum ? 0 : 8);
     if (std::is_same_v<Format, Float4Bytes>) number = (code & 8 ? -1 : 1) * VALUES[code & 7];
     if (std::is_same_v<Format, Iq4Bytes>) number = STEPS[code];
     double row = x.rows[t * s.K + k / 8 * 8 + PLACE[k % 8]] * x.scale[t * groups + k / group];
-    return row * (number * scale[at] - (taken ? least[at] : 0));
+    return row * (number * scale[at] - (has_minimum ? minimum[at] : 0));
   });
 }
 
-// A float of eight bits, E4M3.
+// An E4M3 float.
 double small_float(int8_t bits) {
   int exponent = bits >> 3 & 15, mantissa = bits & 7;
   double size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
   return bits < 0 ? -size : size;
 }
 
-// Codes of four bits, six or eight, with a scale a group and perhaps what is taken off.
+// Codes of 4, 6 or 8 bits with a scale per group, and perhaps a minimum.
 template <typename P, typename Format, typename Scale>
 double grouped() {
   constexpr bool LEVELS = std::is_same_v<Scale, Levels>;
@@ -205,56 +205,56 @@ double grouped() {
   Input x(s);
   int64_t group = 16 << below(4), groups = s.K / group, supers = s.K / Levels::SUPER, outputs = s.blocks * LANES;
   std::vector<uint32_t> w(outputs * s.K * Format::BITS / 32);
-  std::vector<typename Scale::Each> scale(outputs * groups), least(scale.size());
-  std::vector<uint16_t> above(LEVELS ? outputs * supers : 0);
+  std::vector<typename Scale::Each> scale(outputs * groups), minimum(scale.size());
+  std::vector<uint16_t> super_scale(LEVELS ? outputs * supers : 0);
   std::vector<float> sums(s.T * groups);
   for (uint32_t& v : w) v = static_cast<uint32_t>(engine());
   auto* bytes = reinterpret_cast<int8_t*>(w.data());
   if (std::is_same_v<Format, Fp8>)
     for (size_t i = 0; i < 4 * w.size(); ++i)
-      if ((bytes[i] & 0x7f) == 0x7f) bytes[i] = 0;  // no number
-  for (auto* both : {&scale, &least})
-    for (auto& v : *both) v = LEVELS ? below(256) - 128 : normal();
-  for (uint16_t& v : above) v = static_cast<uint16_t>(0x2000 + below(8) * 128);  // 2^-7 to 2^-5 in float16
+      if ((bytes[i] & 0x7f) == 0x7f) bytes[i] = 0;  // NaN
+  for (auto* array : {&scale, &minimum})
+    for (auto& v : *array) v = LEVELS ? below(256) - 128 : normal();
+  for (uint16_t& v : super_scale) v = static_cast<uint16_t>(0x2000 + below(8) * 128);  // 2^-7 to 2^-5 in float16
   for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += value(x.rows[i]);
-  bool taken = below(2);
-  auto shared = [&](const auto* each) {
+  bool has_minimum = below(2);
+  auto make_scale = [&](const auto* scales) {
     if constexpr (LEVELS)
-      return Levels{each, above.data(), Levels::SUPER / group};
+      return Levels{scales, super_scale.data(), Levels::SUPER / group};
     else
-      return Wide(each);
+      return Wide(scales);
   };
-  const float* x_sum = taken || Format::REST != 0 ? sums.data() : nullptr;
-  Format f{reinterpret_cast<const typename Format::Word*>(w.data()), shared(scale.data()),
-           shared(taken ? least.data() : nullptr), x_sum, group};
-  auto y = multiplied<P>(f, x.rows.data(), s);
+  const float* x_sum = has_minimum || Format::REST != 0 ? sums.data() : nullptr;
+  Format f{reinterpret_cast<const typename Format::Word*>(w.data()), make_scale(scale.data()),
+           make_scale(has_minimum ? minimum.data() : nullptr), x_sum, group};
+  auto y = multiply<P>(f, x.rows.data(), s);
   return worst(s, y, [&](int64_t t, int64_t k, int64_t o) {
     int64_t block = o / LANES, lane = o % LANES, at = (block * groups + k / group) * LANES + lane;
-    double code, up = 1;
+    double code, super_value = 1;
     if (Format::BITS == 8) {
       int8_t byte = bytes[(block * s.K + k / 2 * 2) * LANES + lane * 2 + k % 2];
       code = std::is_same_v<Format, Fp8> ? small_float(byte) : byte;
     } else if (Format::BITS == 4) {
       code = w[(block * (s.K / 8) + k / 8) * LANES + lane] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
-      if (!taken) code -= 8;
+      if (!has_minimum) code -= 8;
     } else {
       const uint32_t* words = w.data() + (block * (s.K / 16) + k / 16) * 3 * LANES + lane;
       int64_t pair = k % 16 / 2, half = k % 2 * 16;
       uint32_t all = pair < 6 ? words[pair / 2 * LANES] >> (half + pair % 2 * 6) & 63
                               : (words[(pair - 6) * LANES] >> (half + 12) & 15) |
                                     (words[2 * LANES] >> (half + 2 * pair) & 3) << 4;
-      code = double(all) - (taken ? 0 : 32);
+      code = double(all) - (has_minimum ? 0 : 32);
     }
     if (LEVELS) {
-      uint16_t bits = above[(block * supers + k / Levels::SUPER) * LANES + lane];
-      up = std::ldexp(1024 + bits % 1024, bits / 1024 - 25);
+      uint16_t bits = super_scale[(block * supers + k / Levels::SUPER) * LANES + lane];
+      super_value = std::ldexp(1024 + bits % 1024, bits / 1024 - 25);
     }
-    return x.at(t * s.K + k) * up * (code * scale[at] - (taken ? least[at] : 0));
+    return x.at(t * s.K + k) * super_value * (code * scale[at] - (has_minimum ? minimum[at] : 0));
   });
 }
 
-// The largest error of one case of each kind; of float32 rows, whose kernels differ in how weights become numbers alone.
-double every_kind() {
+// The largest error of one case of each kind; for float32 rows only of those that decode weights differently.
+double max_error_of_all_kinds() {
 #if defined(QUIRE_FLOAT_ROWS)
   return std::max({nibbles<Pool>(), grouped<Parked, Six, Levels>(), grouped<Pool, Fp8, Wide>()});
 #else
@@ -272,7 +272,7 @@ int main() {
   double error = 0;
   for (int seed = 0; seed < 12; ++seed) {
     engine.seed(seed);
-    error = std::max(error, every_kind());
+    error = std::max(error, max_error_of_all_kinds());
   }
   std::printf("largest error %.2g\n", error);
   return error < 2e-5 ? 0 : 1;

@@ -1,4 +1,4 @@
-// A pool that starts a thread for every task: the most unlike one in which they are all busy.
+// A pool that starts a thread for every task: the opposite of a pool whose threads are all busy.
 #pragma once
 
 #include <cstdint>

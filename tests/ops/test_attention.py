@@ -1,4 +1,4 @@
-"""Paged attention by XLA and by the kernels for CPUs."""
+"""Paged attention in XLA and in the CPU kernels."""
 
 import dataclasses
 from functools import partial
@@ -40,17 +40,17 @@ from quire.tests.support.cases import thinned
 
 @pytest.fixture(autouse=True, scope="module", params=["", "off"], ids=["native", "xla"])
 def kernels(request):
-    """Every test twice: with the kernels, where there is a compiler, and with XLA's own."""
+    """Run every test with the CPU kernels (if there is a compiler) and with XLA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_NATIVE", request.param)
-        jax.clear_caches()  # the choice is no part of a trace's key
+        jax.clear_caches()  # the choice is not part of a trace's key
         yield
         jax.clear_caches()
 
 
-PLAIN = Shape()
-MIXED = {
-    "gqa": PLAIN,
+GQA = Shape()
+MIXED_STEP_SHAPES = {
+    "gqa": GQA,
     "mha": Shape(K=4, G=1),
     "mqa": Shape(K=1, G=4, H=32),
     "one head": Shape(K=1, G=1),
@@ -83,23 +83,23 @@ MIXED = {
     "few rows": Shape(T=5, B=4),
     "one sequence": Shape(T=64, B=1),
 }
-QUICK = [
+ALWAYS_TESTED = [
     "mqa", "wide group", "both ways", "both ways in a window", "page 1", "window 1",
     "chunks", "everything", "bfloat16 bits", "latent bits", "int8", "float8", "int4",
     "paired bits", "few rows",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", thinned(MIXED, QUICK))
+@pytest.mark.parametrize("name", thinned(MIXED_STEP_SHAPES, ALWAYS_TESTED))
 @pytest.mark.slow
-def test_mixed_steps(name):
+def test_mixed_steps_match_float64(name):
     """Decoding, verifying and prefilling rows in one step."""
     rng = np.random.default_rng(7)
     for _ in range(8):
-        check(MIXED[name], ragged(MIXED[name], rng), rng)
+        check(MIXED_STEP_SHAPES[name], ragged(MIXED_STEP_SHAPES[name], rng), rng)
 
 
-DECODE = {
+DECODE_SHAPES = {
     "gqa": Shape(T=16, B=16),
     "mha": Shape(T=16, B=16, K=4, G=1, S=8),
     "window": Shape(T=16, B=16, window=33, S=8),
@@ -108,10 +108,10 @@ DECODE = {
 }
 
 
-@pytest.mark.parametrize("name", DECODE)
+@pytest.mark.parametrize("name", DECODE_SHAPES)
 def test_decode_at_every_edge(name):
-    """One row a sequence, at lengths round every edge of a page, a block and a window."""
-    shape = DECODE[name]
+    """One row per sequence, at lengths near every page, block and window edge."""
+    shape = DECODE_SHAPES[name]
     rng = np.random.default_rng(3)
     edges = [*range(0, LONGEST, shape.S), *range(0, LONGEST, BLOCK), shape.window or 0, LONGEST]
     starts = sorted({p + d for p in edges for d in (-2, -1, 0, 1)} & set(range(LONGEST)))
@@ -120,7 +120,7 @@ def test_decode_at_every_edge(name):
 
 
 def test_decode_step_with_a_chunk():
-    """As many rows as sequences does not mean one row each."""
+    """As many rows as sequences, but several rows of one sequence."""
     shape = Shape(T=16, B=16)
     rng = np.random.default_rng(3)
     check(shape, [Sequence(1, 60, 9), Sequence(2, 130, 1), Sequence(3, 0, 6)], rng)
@@ -128,7 +128,7 @@ def test_decode_step_with_a_chunk():
 
 
 def test_prefill_at_every_edge():
-    """Chunks that begin and end round the edges of pages, tiles and blocks."""
+    """Chunks that begin and end near the edges of pages, tiles and blocks."""
     shape = Shape(T=80, B=2, S=8)
     rng = np.random.default_rng(5)
     for start in (0, 1, 7, 8, 9, 63, 64, 65, 100):
@@ -136,28 +136,28 @@ def test_prefill_at_every_edge():
             check(shape, [Sequence(start, start, rows), Sequence(99, 127, 2)], rng)
 
 
-def test_pages_that_another_layer_filled():
-    """Without keys nothing is written, and the rows read what is there."""
+def test_attention_without_new_keys_reads_shared_pages():
+    """Without new keys nothing is written."""
     rng = np.random.default_rng(1)
     sequences = [Sequence(1, 70, 3), Sequence(2, 0, 20)]
-    case = build(PLAIN, sequences, rng)
-    out, pages = run(PLAIN, case)
-    held = KVPages(*(jnp.asarray(x) for x in pages))
-    again, left = step(jnp.asarray(case.q), None, None, held, case.rows, None, PLAIN)
-    assert np.asarray(again).tobytes() == out.tobytes()
+    case = build(GQA, sequences, rng)
+    out, pages = run(GQA, case)
+    kv_pages = KVPages(*(jnp.asarray(x) for x in pages))
+    out_again, pages_after = step(jnp.asarray(case.q), None, None, kv_pages, case.rows, None, GQA)
+    assert np.asarray(out_again).tobytes() == out.tobytes()
     assert all(
         np.asarray(x).tobytes() == y.tobytes()
-        for x, y in zip((left.k_PSKH, left.v_PSKH), pages, strict=True)
+        for x, y in zip((pages_after.k_PSKH, pages_after.v_PSKH), pages, strict=True)
     )
 
 
-def test_an_empty_step():
-    case = build(PLAIN, [Sequence(1, 0, 0)], np.random.default_rng(1))
-    out, _ = run(PLAIN, case)
+def test_step_without_rows_returns_zeros():
+    case = build(GQA, [Sequence(1, 0, 0)], np.random.default_rng(1))
+    out, _ = run(GQA, case)
     assert not out.any()
 
 
-SAME = {
+BATCH_INVARIANCE_SHAPES = {
     f"{name}, {dtype}": dataclasses.replace(shape, dtype=dtype, bits=dtype == "bfloat16")
     for dtype in ("float32", "bfloat16")
     for name, shape in {
@@ -168,26 +168,32 @@ SAME = {
         "window": Shape(K=2, G=2, H=16, window=40, sinks=True),
     }.items()
 }
-SAME["int4"] = Shape(K=2, G=2, H=64, codes="int4")
+BATCH_INVARIANCE_SHAPES["int4"] = Shape(K=2, G=2, H=64, codes="int4")
 
 
-@pytest.mark.parametrize("name", thinned(SAME, ["gqa, bfloat16", "window, float32"]))
+@pytest.mark.parametrize(
+    "name", thinned(BATCH_INVARIANCE_SHAPES, ["gqa, bfloat16", "window, float32"])
+)
 @pytest.mark.slow
-def test_the_same_bits_in_any_step(name):
-    """A row's result does not depend on its company, on where its chunk begins, or on the step's
-    sizes.
-    """
-    shape = SAME[name]
+def test_attention_is_batch_invariant(name):
+    """A row's output does not depend on the other rows, its chunk's start, or the step's size."""
+    shape = BATCH_INVARIANCE_SHAPES[name]
     rng = np.random.default_rng(11)
     seed = 77
-    wanted = {}
+    expected_bits = {}
 
-    def compare(T: int, B: int, start: int, rows: int, others: list[Sequence], at: int) -> None:
-        sized = dataclasses.replace(shape, T=T, B=B)
-        case = build(sized, [*others[:at], Sequence(seed, start, rows), *others[at:]], rng)
-        out, _ = run(sized, case)
-        for offset, row in enumerate(out[case.places[at]]):
-            bits = wanted.setdefault(start + offset, row.tobytes())
+    def compare(
+        T: int, B: int, start: int, rows: int, other_sequences: list[Sequence], index: int
+    ) -> None:
+        step_shape = dataclasses.replace(shape, T=T, B=B)
+        case = build(
+            step_shape,
+            [*other_sequences[:index], Sequence(seed, start, rows), *other_sequences[index:]],
+            rng,
+        )
+        out, _ = run(step_shape, case)
+        for offset, row in enumerate(out[case.places[index]]):
+            bits = expected_bits.setdefault(start + offset, row.tobytes())
             assert bits == row.tobytes(), (
                 f"position {start + offset} of a chunk from {start} in {T} rows"
             )
@@ -199,16 +205,16 @@ def test_the_same_bits_in_any_step(name):
         compare(
             160, 8, start, rows, [Sequence(8, 30, 80), Sequence(9, 180, 1)], int(rng.integers(3))
         )
-    company = [Sequence(100 + n, int(rng.integers(LONGEST)), 1) for n in range(15)]
+    decode_sequences = [Sequence(100 + n, int(rng.integers(LONGEST)), 1) for n in range(15)]
     for start in (0, 1, 15, 16, 63, 64, 100, 187):
         compare(1, 1, start, 1, [], 0)
-        compare(4, 4, start, 1, company[:2], 1)
-        compare(16, 16, start, 1, company, 9)
-        compare(64, 16, start, 1, company, 4)
+        compare(4, 4, start, 1, decode_sequences[:2], 1)
+        compare(16, 16, start, 1, decode_sequences, 9)
+        compare(64, 16, start, 1, decode_sequences, 4)
 
 
 def test_tiles_cover_each_row_once():
-    """Whatever the sequences bring, the tiles are enough for all their rows."""
+    """For random sequence lengths."""
     rng = np.random.default_rng(2)
     for T, B, Q in (
         (1, 1, 1),
@@ -220,16 +226,18 @@ def test_tiles_cover_each_row_once():
         (40, 8, 16),
         (39, 1, 12),
     ):
-        cut = jax.jit(partial(tiles, T=T, Q=Q))
+        make_tiles = jax.jit(partial(tiles, T=T, Q=Q))
         for _ in range(30):
             starts = np.concatenate([[0], np.sort(rng.integers(0, T + 1, B))])
-            row, seq, valid = (np.asarray(x) for x in cut(jnp.asarray(starts, jnp.int32)))
+            row, seq, valid = (np.asarray(x) for x in make_tiles(jnp.asarray(starts, jnp.int32)))
             assert sorted(row[valid]) == list(range(starts[-1]))
-            owner = np.repeat(np.arange(B), np.diff(starts))
-            assert (np.broadcast_to(seq[:, None], row.shape)[valid] == owner[row[valid]]).all()
+            sequence_of_row = np.repeat(np.arange(B), np.diff(starts))
+            assert (
+                np.broadcast_to(seq[:, None], row.shape)[valid] == sequence_of_row[row[valid]]
+            ).all()
 
 
-def test_sum_pairs():
+def test_sum_pairs_matches_float64():
     for size in (1, 2, 3, 48, 64, 96):
         x = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
         np.testing.assert_allclose(
@@ -237,27 +245,27 @@ def test_sum_pairs():
         )
 
 
-def test_pairs_are_only_a_form(monkeypatch):
-    """Pages with keys and values in one array give the same bits as those with two."""
+def test_interleaved_pages_give_the_same_bits(monkeypatch):
+    """Pages with keys and values in one array against separate arrays."""
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     jax.clear_caches()
-    got = {}
+    outputs = {}
     for paired in (False, True):
         shape = Shape(dtype="bfloat16", bits=True, paired=paired)
         case = build(shape, [Sequence(1, 70, 3), Sequence(2, 0, 20)], np.random.default_rng(1))
-        got[paired] = run(shape, case)[0].tobytes()
-    assert got[False] == got[True]
+        outputs[paired] = run(shape, case)[0].tobytes()
+    assert outputs[False] == outputs[True]
 
 
-def test_page_dtype():
-    """Pages take the bytes of the model's dtype; on a CPU bfloat16 is kept as bits."""
+def test_page_dtype_has_the_bytes_of_the_kv_dtype():
+    """On CPUs bfloat16 pages are stored as uint16."""
     assert page_dtype(jnp.float32) == jnp.float32
     assert page_dtype(jnp.bfloat16) == jnp.uint16
     assert page_dtype(jnp.dtype("int4")) == jnp.uint8
 
 
-def test_pairs(monkeypatch):
-    """Where the kernel that wants them may serve: nothing changes elsewhere."""
+def test_interleaved_pages_are_used_on_tpus_only(monkeypatch):
+    """Only the TPU kernel needs interleaved bfloat16 pages."""
     for backend, dtypes in (("cpu", ()), ("gpu", ()), ("tpu", ("bfloat16",))):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         assert [
@@ -265,31 +273,31 @@ def test_pairs(monkeypatch):
         ] == list(dtypes)
 
 
-def test_one_is_forced_by_its_name():
-    case = build(PLAIN, [Sequence(1, 60, 9)], np.random.default_rng(3))
-    served = run(PLAIN, case, partial(paged_attention, implementation="xla"))
-    assert served[0].tobytes() == run(PLAIN, case, xla.attend)[0].tobytes()
+def test_implementation_is_forced_by_name():
+    case = build(GQA, [Sequence(1, 60, 9)], np.random.default_rng(3))
+    served = run(GQA, case, partial(paged_attention, implementation="xla"))
+    assert served[0].tobytes() == run(GQA, case, xla.attend)[0].tobytes()
     with pytest.raises(NoImplementation, match="mosaic_tpu: there is no TPU") as error:
-        run(PLAIN, case, partial(paged_attention, implementation="mosaic_tpu"))
+        run(GQA, case, partial(paged_attention, implementation="mosaic_tpu"))
     assert len(error.value.exceptions) == 1
     with pytest.raises(
         ValueError,
         match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, flashinfer, "
         "triton, xla",
     ):
-        run(PLAIN, case, partial(paged_attention, implementation="cuda"))
+        run(GQA, case, partial(paged_attention, implementation="cuda"))
 
 
-def test_split_positions_are_left_to_xla():
-    """The other implementations decline."""
-    case = build(PLAIN, [Sequence(1, 60, 9)], np.random.default_rng(3))
-    spread = dataclasses.replace(PLAIN, context=Axis("context", 2))
+def test_context_parallel_attention_runs_in_xla_only():
+    """The kernels raise the reason."""
+    case = build(GQA, [Sequence(1, 60, 9)], np.random.default_rng(3))
+    context_parallel = dataclasses.replace(GQA, context=Axis("context", 2))
     for name in ("native", "mosaic_tpu", "mosaic_gpu"):
         with pytest.raises(NoImplementation, match=f"{name}: positions are spread over 2 devices"):
-            run(spread, case, partial(paged_attention, implementation=name))
+            run(context_parallel, case, partial(paged_attention, implementation=name))
 
 
-def test_kernels_of_gpus_decline_four_bits():
+def test_gpu_kernels_reject_int4_pages():
     q_TNH = jnp.zeros((2, 8, 64), jnp.bfloat16)
     half = jnp.zeros((3, 32, 2, 32), jnp.uint8)
     pages = KVPages(half, half, jnp.zeros((3, 2, 32)), jnp.zeros((3, 2, 32)))
@@ -308,32 +316,30 @@ def test_kernels_of_gpus_decline_four_bits():
 
 @pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn", "uint8"])
 @pytest.mark.slow
-def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeypatch):
-    """There it names distinct slots, of which those of padding do not exist: the dummy page stays
-    as it is.
-    """
+def test_append_on_gpus_writes_no_padding(codes, monkeypatch):
+    """The scatter has unique indices; padding rows point outside, so page 0 is unchanged."""
     rng = np.random.default_rng(3)
     P = 9
     S = 4
     K = 2
     H = 8
     T = 21
-    slots_T = rng.permutation(np.arange(S, P * S))[:T]  # several of one page, in any order
+    slots_T = rng.permutation(np.arange(S, P * S))[:T]  # several rows of one page, in random order
     padding = slice(15, None)
     slots_T[padding] = rng.integers(0, S, T - 15)
-    slots_T[17] = P * S  # as where another device has the position
+    slots_T[17] = P * S  # as if another device held the position
     width = H // 2 if codes == "uint8" else H
     page_PSKH = jnp.asarray(rng.integers(0, 9, (P, S, K, width)), codes or "bfloat16")
     scales = () if codes is None else (jnp.ones((P, K, S)),) * 2
     pages = KVPages(page_PSKH, page_PSKH, *scales)
     k_TKH, v_TKH = (jnp.asarray(rng.standard_normal((T, K, H)), jnp.bfloat16) for _ in range(2))
-    wanted = xla.append(pages, k_TKH[:15], v_TKH[:15], slots_T[:15])
+    expected_pages = xla.append(pages, k_TKH[:15], v_TKH[:15], slots_T[:15])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered = jax.jit(xla.append).lower(pages, k_TKH, v_TKH, slots_T)
     assert lowered.as_text().count("unique_indices = true") == len(jax.tree.leaves(pages))
-    for found, right in zip(
+    for actual, expected in zip(
         jax.tree.leaves(lowered.compile()(pages, k_TKH, v_TKH, slots_T)),
-        jax.tree.leaves(wanted),
+        jax.tree.leaves(expected_pages),
         strict=True,
     ):
-        assert np.asarray(found).tobytes() == np.asarray(right).tobytes()
+        assert np.asarray(actual).tobytes() == np.asarray(expected).tobytes()

@@ -1,8 +1,7 @@
-"""Attention by FlashInfer without a card: its plan, its arguments, what it declines, and what
-happens without it.
+"""FlashInfer attention without a GPU: plan, arguments, unsupported cases and fallbacks.
 
-In the kernel's place is a function of numpy (`flashinfer_kernel.py`), which jax-tvm-ffi calls as it
-calls FlashInfer.
+A numpy function (`flashinfer_kernel.py`) replaces the kernel; jax-tvm-ffi calls it as it calls
+FlashInfer.
 """
 
 import dataclasses
@@ -39,27 +38,27 @@ PROCESSORS = 108
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch, tmp_path):
-    """A machine with an A100, to believe what it says."""
+def a100(monkeypatch, tmp_path):
+    """Pretend an A100."""
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(device, "is_hopper", lambda: False)
     monkeypatch.setattr(device, "capability", lambda: "8.0")
     monkeypatch.setattr(device, "num_processors", lambda: PROCESSORS)
     monkeypatch.setattr(library, "built", lambda kernel: ("", None))
     monkeypatch.setattr(library, "missing", lambda: None)
-    # XLA keeps a function for each name as long as the process lives: so each name has this one.
+    # XLA keeps an FFI target per name for the process's lifetime: all names get this function.
     monkeypatch.setattr(library, "PLATFORM", "cpu")
     monkeypatch.setattr(
-        library, "load", lambda path: lambda *given: flashinfer_kernel.paged_run(*given)
+        library, "load", lambda path: lambda *arguments: flashinfer_kernel.paged_run(*arguments)
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    another_process()
+    forget_verdicts()
     yield
-    another_process()
+    forget_verdicts()
 
 
-def another_process() -> None:
+def forget_verdicts() -> None:
     self_test.verdict.cache_clear()
     self_test.warn_once.cache_clear()
     jax.clear_caches()
@@ -67,7 +66,7 @@ def another_process() -> None:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The function of numpy is called, on the CPU; it serves float32 and small heads besides."""
+    """Run the numpy function on the CPU, also for float32 and small heads."""
     pytest.importorskip(
         "jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'"
     )
@@ -95,14 +94,23 @@ SHAPES = {
 }
 
 
-FEW = ["gqa", "mqa", "seven heads", "page 1", "window 1", "soft cap", "sinks", "decoding, window"]
+ALWAYS_TESTED = [
+    "gqa",
+    "mqa",
+    "seven heads",
+    "page 1",
+    "window 1",
+    "soft cap",
+    "sinks",
+    "decoding, window",
+]
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("name", thinned(SHAPES, FEW))
+@pytest.mark.parametrize("name", thinned(SHAPES, ALWAYS_TESTED))
 @pytest.mark.slow
-def test_it_is_attention(kernel, name):
-    """Against float64: random steps, NaN in all that nobody owns, stale numbers in tables."""
+def test_random_steps_match_float64(kernel, name):
+    """Unused memory holds NaN, and unused table entries hold stale page ids."""
     shape = SHAPES[name]
     rng = np.random.default_rng(3)
     for _ in range(cases(20, least=4)):
@@ -116,7 +124,7 @@ def test_it_is_attention(kernel, name):
 
 @pytest.mark.parametrize("processors", [1, 8, 500])
 @pytest.mark.slow
-def test_contexts_are_cut_for_any_number_of_processors(kernel, monkeypatch, processors):
+def test_split_contexts_match_float64_for_any_number_of_processors(kernel, monkeypatch, processors):
     monkeypatch.setattr(device, "num_processors", lambda: processors)
     rng = np.random.default_rng(processors)
     for shape in (Shape(S=8, T=3, B=3), Shape(S=8, T=40, B=3, window=150)):
@@ -133,28 +141,26 @@ def test_a_step_without_rows(kernel):
     assert not out.any()
 
 
-def naive(shape: PlanShape, rows: QueryRows) -> set[tuple[int, int, int, int]]:
-    """Every (row, head of a KV head, first key, end) that must be there, with contexts whole."""
-    found = set()
+def expected_spans(shape: PlanShape, rows: QueryRows) -> set[tuple[int, int, int, int]]:
+    """All (row, query head of the group, first key, end) of a step, without split contexts."""
+    spans = set()
     starts = np.asarray(rows.starts_B1)
     positions = np.asarray(rows.positions_T)
     for b in range(shape.sequences):
         for row in range(starts[b], starts[b + 1]):
             for head in range(shape.group):
-                seen = positions[row] + 1
-                first = 0 if shape.window is None else max(0, seen - shape.window)
-                found.add((row, head, first, seen))
-    return found
+                end = positions[row] + 1
+                first = 0 if shape.window is None else max(0, end - shape.window)
+                spans.add((row, head, first, end))
+    return spans
 
 
 @pytest.mark.random
 @pytest.mark.slow
-def test_a_plan_covers_each_key_of_each_row_once():
-    """In real sizes, for any lengths: parts follow each other, and each result has a place of
-    its own.
-    """
+def test_plan_covers_each_key_of_each_row_once():
+    """In production sizes: parts are contiguous, and each partial result has its own place."""
     rng = np.random.default_rng(5)
-    cut = 0
+    num_split = 0
     for _ in range(cases(60, least=12)):
         shape = PlanShape(
             rows=int(rng.choice([8, 64, 300])),
@@ -169,44 +175,48 @@ def test_a_plan_covers_each_key_of_each_row_once():
         )
         rows = random_rows(shape, rng)
         plan = jax.tree.map(np.asarray, jax.jit(partial(make_plan, shape))(rows))
-        cut += covers(shape, rows, plan)
-    assert cut > 5, "few contexts were cut"
+        num_split += check_plan(shape, rows, plan)
+    assert num_split > 5, "few contexts were cut"
 
 
 def random_rows(shape: PlanShape, rng: np.random.Generator) -> QueryRows:
-    """Sequences that decode or bring a chunk, some of them without rows, and padding."""
+    """Sequences that decode or prefill a chunk, some without rows, and padding."""
     B = shape.sequences
     T = shape.rows
-    left = shape.rows
+    remaining = shape.rows
     counts = np.zeros(B, int)
     positions = rng.integers(0, 9, T)
     for b in rng.permutation(B):
-        counts[b] = min(left, int(rng.choice([0, 1, 1, 1, rng.integers(1, T + 1)])))
-        left -= counts[b]
+        counts[b] = min(remaining, int(rng.choice([0, 1, 1, 1, rng.integers(1, T + 1)])))
+        remaining -= counts[b]
     starts = np.concatenate([[0], np.cumsum(counts)])
     for b in range(B):
-        most = shape.table * shape.page - counts[b]
+        max_first = shape.table * shape.page - counts[b]
         first = (
-            int(rng.integers(0, most + 1))
+            int(rng.integers(0, max_first + 1))
             if rng.random() < 0.5
-            else int(rng.integers(0, min(most, 900) + 1))
+            else int(rng.integers(0, min(max_first, 900) + 1))
         )
         positions[starts[b] : starts[b + 1]] = first + np.arange(counts[b])
     tables = rng.integers(0, 1 << 20, (B, shape.table))
     return QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, np.zeros(T))))
 
 
-def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
-    """That a plan is right, by what it lists; whether it cuts a context."""
-    at = shape.offsets
+def check_plan(shape: PlanShape, rows: QueryRows, plan) -> bool:
+    """Check a plan's work items; return whether it splits a context."""
+    offsets = shape.offsets
     words = plan.words
     G = shape.group
-    assert len(words) == at["end"]
+    assert len(words) == offsets["end"]
 
     def listed(name: str, count: int) -> np.ndarray:
-        return words[at[name] : at[name] + count]
+        return words[offsets[name] : offsets[name] + count]
 
-    counts = words[at["block_valid_mask"] : at["end"]].view(np.uint8)[: shape.items].astype(bool)
+    counts = (
+        words[offsets["block_valid_mask"] : offsets["end"]]
+        .view(np.uint8)[: shape.items]
+        .astype(bool)
+    )
     (keys,) = listed("kv_chunk_size", 1)
     (total,) = listed("total_num_rows", 1)
     starts = np.asarray(rows.starts_B1)
@@ -218,15 +228,15 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
         and not counts[counts.sum() :].any()
     )
     first = listed("o_indptr", shape.sequences + 1)
-    before = listed("merge_indptr", shape.rows + 1)
+    first_place = listed("merge_indptr", shape.rows + 1)
     assert (
-        before[total] <= shape.partial_results
-        and before[0] == 0
-        and (before[total:] == before[total]).all()
+        first_place[total] <= shape.partial_results
+        and first_place[0] == 0
+        and (first_place[total:] == first_place[total]).all()
     )
-    found = {}
+    spans = {}
     places = set()
-    for b, tile, part in np.stack(
+    for b, tile, part_id in np.stack(
         [
             listed(name, shape.items)[counts]
             for name in ("request_indices", "qo_tile_indices", "kv_tile_indices")
@@ -235,39 +245,42 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
     ):
         count = starts[b + 1] - starts[b]
         length = positions[starts[b + 1] - 1] + 1
-        left = length if shape.window is None else shape.window - 1
-        start = max(length + tile * shape.tile // G - count - left, 0)
-        low = min(part * keys + start, length)
-        high = min((part + 1) * keys + start, length)
-        each = -(-min(length, left + shape.tile) // keys)
+        lookback = length if shape.window is None else shape.window - 1
+        start = max(length + tile * shape.tile // G - count - lookback, 0)
+        low = min(part_id * keys + start, length)
+        high = min((part_id + 1) * keys + start, length)
+        num_parts = -(-min(length, lookback + shape.tile) // keys)
         for pair in range(tile * shape.tile, min((tile + 1) * shape.tile, count * G)):
             row = pair // G
             head = pair % G
-            place = first[b] + row * each + part
-            assert before[starts[b] + row] <= place < before[starts[b] + row + 1]
+            place = first[b] + row * num_parts + part_id
+            assert first_place[starts[b] + row] <= place < first_place[starts[b] + row + 1]
             assert (place, head) not in places
             places.add((place, head))
-            found.setdefault((starts[b] + row, head), []).append((low, high))
-    assert len(places) == before[total] * G, "a place that is read is not written"
-    for row, head, low, end in naive(shape, rows):
-        pieces = sorted(found.pop((row, head)))
+            spans.setdefault((starts[b] + row, head), []).append((low, high))
+    assert len(places) == first_place[total] * G, "the reduction reads a place that is not written"
+    for row, head, low, end in expected_spans(shape, rows):
+        pieces = sorted(spans.pop((row, head)))
         assert pieces[0][0] <= low and pieces[-1][1] >= end
-        assert all(one[1] == two[0] for one, two in zip(pieces, pieces[1:], strict=False))
-    assert not found
+        assert all(
+            current[1] == following[0]
+            for current, following in zip(pieces, pieces[1:], strict=False)
+        )
+    assert not spans
     for b in range(shape.sequences):
-        own = plan.pages[plan.first_page_B1[b] : plan.first_page_B1[b + 1]]
+        pages = plan.pages[plan.first_page_B1[b] : plan.first_page_B1[b + 1]]
         length = positions[starts[b + 1] - 1] + 1 if starts[b + 1] > starts[b] else 0
         np.testing.assert_array_equal(
-            own, np.asarray(rows.tables_BM)[b, : -(-length // shape.page)]
+            pages, np.asarray(rows.tables_BM)[b, : -(-length // shape.page)]
         )
-        assert not length or (len(own) - 1) * shape.page + plan.last_page_B[b] == length
+        assert not length or (len(pages) - 1) * shape.page + plan.last_page_B[b] == length
     return len(places) > total * G
 
 
 @pytest.mark.parametrize("processors", thinned([2, 108], [2]))
 @pytest.mark.slow
-def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processors):
-    """A small kind, in float16: the trial's own cases, then a kernel that forgets a key."""
+def test_self_test_accepts_the_kernel_and_finds_a_missing_key(kernel, monkeypatch, processors):
+    """The self-test's cases at small sizes in float16, then with a kernel that omits keys."""
     kind = {
         "heads": 4,
         "kv_heads": 2,
@@ -278,41 +291,39 @@ def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processo
         "page": 16,
     }
     kind |= {"dtype": "float16"}
-    most = {"sequences": 6, "length": 400, "layers": 2}
+    bounds = {"sequences": 6, "length": 400, "layers": 2}
     small = [
         dataclasses.replace(
-            trial, **{name: min(getattr(trial, name), bound) for name, bound in most.items()}
+            trial, **{name: min(getattr(trial, name), bound) for name, bound in bounds.items()}
         )
         for trial in flashinfer.trials(kind)
     ]
     monkeypatch.setattr(device, "num_processors", lambda: processors)
     for trial in small:
-        found = measure(AttentionCase(trial, flashinfer.attend), 0, repeats=2)
-        assert found.wrong is None, (trial, found)
+        result = measure(AttentionCase(trial, flashinfer.attend), 0, repeats=2)
+        assert result.wrong is None, (trial, result)
 
-    right = flashinfer_kernel.paged_run
+    original = flashinfer_kernel.paged_run
 
-    def forgets(*given):
-        right(*given[:14], given[14] - 8, *given[15:])
+    def forget_keys(*arguments):
+        original(*arguments[:14], arguments[14] - 8, *arguments[15:])
 
-    monkeypatch.setattr(flashinfer_kernel, "paged_run", forgets)
+    monkeypatch.setattr(flashinfer_kernel, "paged_run", forget_keys)
     assert measure(AttentionCase(small[0], flashinfer.attend), 0, repeats=1).wrong
 
 
-def lowered(trial: Trial) -> str:
+def lowered_text(trial: Trial) -> str:
     q, pages, rows, sinks = arrays(trial, 1)
     step = partial(attend, trial, partial(attention.paged_attention, implementation="flashinfer"))
     return jax.jit(step).trace(q, pages, rows, sinks).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_xla_calls():
-    """Operands and attributes of the call, as a program for CUDA has them; nothing asks the
-    host.
-    """
+def test_operands_and_attributes_of_the_ffi_call():
+    """Of a program lowered for CUDA, which has no host callback."""
     pytest.importorskip(
         "jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'"
     )
-    text = lowered(Trial("", 16, 300, heads=32, kv_heads=8, window=128, sinks=True))
+    text = lowered_text(Trial("", 16, 300, heads=32, kv_heads=8, window=128, sinks=True))
     (call,) = [line for line in text.splitlines() if "custom_call @quire.flashinfer" in line]
     assert "@quire.flashinfer.quire_bfloat16_128_window_sinks.8.0(" in call
     shape = PlanShape(16, 16, 32, 8, 128, 16, 19, 128, PROCESSORS)
@@ -334,12 +345,12 @@ def test_what_xla_calls():
         "32xf32",
     ]
     results = "16x32x128xbf16", f"{shape.scratch}xf32"
-    types = ", ".join(f"tensor<{each}>" for each in operands)
-    assert f"({types}) -> ({', '.join(f'tensor<{each}>' for each in results)})" in call
+    types = ", ".join(f"tensor<{array_type}>" for array_type in operands)
+    assert f"({types}) -> ({', '.join(f'tensor<{array_type}>' for array_type in results)})" in call
     assert "callback" not in text and text.count("custom_call @quire") == 1
 
 
-DECLINED = {
+UNSUPPORTED = {
     "queries and pages must both be": Trial("", 2, 30, dtype="float32"),
     "not codes with a scale": Trial("", 2, 30, page=32, codes="int8"),
     "none within the other (MLA)": Trial("", 2, 30, heads=8, kv_heads=1, width=576, values=512),
@@ -348,51 +359,51 @@ DECLINED = {
 }
 
 
-@pytest.mark.parametrize("reason", DECLINED)
+@pytest.mark.parametrize("reason", UNSUPPORTED)
 @pytest.mark.slow
-def test_what_it_declines(reason, caplog):
-    trial = DECLINED[reason]
+def test_unsupported_cases_raise_the_reason(reason, caplog):
+    trial = UNSUPPORTED[reason]
     with pytest.raises(NoImplementation) as failure:
-        lowered(trial)
+        lowered_text(trial)
     assert reason in str(failure.value) and "attention by FlashInfer" in caplog.text
 
 
-def test_pages_of_pairs_are_declined():
+def test_interleaved_pages_are_unsupported():
     q, pages, rows, _ = arrays(Trial("", 2, 30), 1)
-    both_PSKYH = jnp.stack([pages.k_PSKH, pages.v_PSKH], axis=3)
-    paired = KVPages(kv_PSYH=both_PSKYH.reshape(*both_PSKYH.shape[:2], -1, 128))
+    interleaved_PSKYH = jnp.stack([pages.k_PSKH, pages.v_PSKH], axis=3)
+    paired = KVPages(kv_PSYH=interleaved_PSKYH.reshape(*interleaved_PSKYH.shape[:2], -1, 128))
     params = AttentionParams(1.0)
     shape = AttentionShape.of(q, paired, rows, params)
     assert "arrays of their own" in str(flashinfer.kernel_limits(params, shape))
 
 
-@pytest.mark.parametrize(("capability", "serves"), [
+@pytest.mark.parametrize(("capability", "is_supported"), [
     ("7.5", False), ("8.0", True), ("8.9", True), ("10.0", True), ("12.0", True), ("gfx942", False),
 ])  # fmt: skip
-def test_the_cards_that_it_is_for(monkeypatch, capability, serves):
+def test_supported_gpu_generations(monkeypatch, capability, is_supported):
     monkeypatch.setattr(device, "capability", lambda: capability)
-    assert (device.no_ampere_reason() is None) == serves
-    assert serves or capability in device.no_ampere_reason()
+    assert (device.no_ampere_reason() is None) == is_supported
+    assert is_supported or capability in device.no_ampere_reason()
 
 
-def test_without_the_extra_the_reason_names_the_remedy(monkeypatch, caplog):
+def test_error_without_flashinfer_names_the_extra(monkeypatch, caplog):
     monkeypatch.setattr(library, "missing", MISSING)
-    monkeypatch.setattr(library, "version", lambda package: absent(package))
+    monkeypatch.setattr(library, "version", lambda package: raise_not_found(package))
     with pytest.raises(NoImplementation, match=r"pip install 'quire\[flashinfer\]'"):
-        lowered(Trial("", 2, 30))
+        lowered_text(Trial("", 2, 30))
     assert "flashinfer-python is not installed: pip install 'quire[flashinfer]'" in caplog.text
     monkeypatch.setattr(library, "version", lambda package: "0.5.0")
-    another_process()
+    forget_verdicts()
     with pytest.raises(
         NoImplementation, match=r"of version 0.5.0, and the arguments of 0.7.2.post1 are known"
     ):
-        lowered(Trial("", 2, 30))
+        lowered_text(Trial("", 2, 30))
 
 
-MISSING = library.missing  # before a test says that nothing is
+MISSING = library.missing  # the original, before the fixture replaces it
 
 
-def test_the_extra_installs_the_version_that_is_known():
+def test_extra_pins_the_supported_version():
     project = tomllib.loads((Path(attention.__file__).parents[2] / "pyproject.toml").read_text())
     assert (
         f"flashinfer-python=={library.KNOWN}"
@@ -400,17 +411,17 @@ def test_the_extra_installs_the_version_that_is_known():
     )
 
 
-def absent(package: str) -> str:
+def raise_not_found(package: str) -> str:
     raise library.PackageNotFoundError(package)
 
 
-def test_what_cannot_be_built_is_left_to_xla(monkeypatch, caplog):
+def test_failed_build_falls_back_to_xla(monkeypatch, caplog):
     monkeypatch.setattr(library, "built", lambda kernel: ("", f"nvcc: no {kernel.capability}"))
     trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
     inputs = arrays(trial, 1)
-    for other in (cpu, triton):
-        backend = dataclasses.replace(other.BACKEND, limits=lambda *_: "there is another")
-        monkeypatch.setattr(other, "BACKEND", backend)
+    for module in (cpu, triton):
+        backend = dataclasses.replace(module.BACKEND, limits=lambda *_: "there is another")
+        monkeypatch.setattr(module, "BACKEND", backend)
     out = jax.jit(partial(attend, trial, attention.paged_attention))(*inputs)
     np.testing.assert_allclose(
         np.asarray(out, np.float64), accuracy.reference(trial, *inputs), rtol=2e-2, atol=1e-2
@@ -419,8 +430,8 @@ def test_what_cannot_be_built_is_left_to_xla(monkeypatch, caplog):
     assert "nvcc: no 8.0" in caplog.text
 
 
-def test_a_build_that_fails_says_why(monkeypatch):
-    """Without FlashInfer, or without nvcc, the process that builds ends."""
+def test_failed_build_reports_the_reason(monkeypatch):
+    """The build process fails without FlashInfer or nvcc."""
     monkeypatch.undo()
     library.built.cache_clear()
     path, reason = library.built(library.Kernel("nothing", 64, False, False, False, "8.0"))
@@ -428,8 +439,8 @@ def test_a_build_that_fails_says_why(monkeypatch):
     assert not path and reason is not None and "could not be built" in reason and "rror" in reason
 
 
-@pytest.mark.slow  # it waits
-def test_a_build_that_takes_too_long_leaves_nothing_behind(monkeypatch, tmp_path):
+@pytest.mark.slow  # waits for the timeout
+def test_build_timeout_kills_child_processes(monkeypatch, tmp_path):
     monkeypatch.undo()
     library.built.cache_clear()
     started = tmp_path / "started"
@@ -446,22 +457,22 @@ def test_a_build_that_takes_too_long_leaves_nothing_behind(monkeypatch, tmp_path
     assert not path and reason == "nvcc did not build FlashInfer's kernel within 20 s"
     with suppress(psutil.NoSuchProcess):
         child = psutil.Process(int(started.read_text()))
-        while child.status() != psutil.STATUS_ZOMBIE:  # an end may take a moment
+        while child.status() != psutil.STATUS_ZOMBIE:  # the process may take a moment to end
             time.sleep(0.05)
 
 
-def test_it_is_tried_before_it_serves(monkeypatch):
-    tried = []
+def test_failed_self_test_disables_the_kernel(monkeypatch):
+    tested = []
 
     def test(module: str, kind: str):
-        tried.append((module, json.loads(kind)))
+        tested.append((module, json.loads(kind)))
         return {"decoding": CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "run_self_test", test)
     monkeypatch.delenv("QUIRE_MOSAIC")
     with pytest.raises(NoImplementation, match="it is wrong on this GPU: decoding by 5.0e-01"):
-        lowered(Trial("", 2, 30, window=20))
-    assert tried == [
+        lowered_text(Trial("", 2, 30, window=20))
+    assert tested == [
         (
             "quire.ops.attention.flashinfer",
             {
@@ -479,13 +490,13 @@ def test_it_is_tried_before_it_serves(monkeypatch):
         ),
     ]
     monkeypatch.setenv("QUIRE_MOSAIC", "off")
-    another_process()
+    forget_verdicts()
     with pytest.raises(NoImplementation, match="QUIRE_MOSAIC is off"):
-        lowered(Trial("", 2, 30, window=20))
-    assert len(tried) == 1
+        lowered_text(Trial("", 2, 30, window=20))
+    assert len(tested) == 1
 
 
-def test_its_bits_vary_and_a_program_says_so(kernel):
+def test_kernel_declares_that_its_results_vary(kernel):
     trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float16")
     step = partial(attend, trial, partial(attention.paged_attention, implementation="flashinfer"))
     traced = jax.jit(step).trace(*arrays(trial, 1))
@@ -493,10 +504,8 @@ def test_its_bits_vary_and_a_program_says_so(kernel):
 
 
 @pytest.mark.slow
-def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
-    """Prompts in chunks, shared beginnings and decoding together, in the engine's step; invariance
-    is refused.
-    """
+def test_engine_generates_the_same_tokens_with_flashinfer(kernel, monkeypatch):
+    """With chunked prefill, shared prefixes and batching; `require_invariance` is rejected."""
     options = {
         "dtype": "float32",
         "max_model_len": 160,
@@ -514,23 +523,23 @@ def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
         for n in range(len(prompts))
     ]
 
-    def answers() -> list[list[int]]:
-        another_process()
+    def generate() -> list[list[int]]:
+        forget_verdicts()
         with LLM(**options) as llm:
             return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
 
-    wanted = answers()
+    expected = generate()
     calls = []
-    right = flashinfer_kernel.paged_run
+    original = flashinfer_kernel.paged_run
 
-    def counted(*given):
-        calls.append(len(given))
-        right(*given)
+    def counted(*arguments):
+        calls.append(len(arguments))
+        original(*arguments)
 
     monkeypatch.setattr(flashinfer_kernel, "paged_run", counted)
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flashinfer": ".flashinfer"})
-    assert answers() == wanted and len(calls) > 20
-    another_process()
+    assert generate() == expected and len(calls) > 20
+    forget_verdicts()
     with pytest.raises(
         ModelError, match="require_invariance is set, and here .*: attention by FlashInfer cuts"
     ):

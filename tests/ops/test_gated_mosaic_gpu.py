@@ -1,6 +1,4 @@
-"""The kernel for NVIDIA GPUs serves what it was seen to get right: without a card, so that the card
-is pretended.
-"""
+"""The Hopper attention kernel is used only after it passes its self-test (on a pretended GPU)."""
 
 import dataclasses
 import json
@@ -30,14 +28,15 @@ from quire.ops.gpu.self_test import CaseResult, InLayers, measure
 from quire.tests.support.attention_plan import tasks_of
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
-RIGHT = {"decoding": CaseResult(1e-3, 2e-3, 0, 6e-3), "a chunk": CaseResult(2e-3, 3e-3, 0, 6e-3)}
-WRONG = CaseResult(0.5, 0.5, 0, 6e-3)
+PASSING = {"decoding": CaseResult(1e-3, 2e-3, 0, 6e-3), "a chunk": CaseResult(2e-3, 3e-3, 0, 6e-3)}
+FAILING = CaseResult(0.5, 0.5, 0, 6e-3)
 
 
 @pytest.fixture
-def card(monkeypatch, tmp_path):
-    """A machine whose card, when it is asked, gives one for every number: so it shows who has
-    served.
+def verdict_folder(monkeypatch, tmp_path):
+    """Pretend a Hopper GPU whose kernel returns ones, which shows that it was used.
+
+    Yields the folder of the self-tests' recorded verdicts.
     """
 
     def ones(q_TNH, k_TKH, v_TKH, pages, *_):
@@ -50,34 +49,34 @@ def card(monkeypatch, tmp_path):
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
-    another_process()
+    forget_verdicts()
     yield tmp_path / "quire" / "proven"
-    another_process()
+    forget_verdicts()
 
 
-def another_process() -> None:
+def forget_verdicts() -> None:
     self_test.verdict.cache_clear()
     self_test.warn_once.cache_clear()
     jax.clear_caches()
 
 
-class Tried:
-    """What a trial finds, and the kinds that were tried."""
+class FakeSelfTest:
+    """Stands in for the self-test: returns or raises `results` and records the tested kinds."""
 
-    def __init__(self, monkeypatch, found):
+    def __init__(self, monkeypatch, results):
         self.kinds = []
-        self.found = found
+        self.results = results
         monkeypatch.setattr(self_test, "run_self_test", self)
 
     def __call__(self, module: str, kind: str):
         assert module == "quire.ops.attention.hopper"
         self.kinds.append(json.loads(kind))
-        if isinstance(self.found, Exception):
-            raise self.found
-        return self.found
+        if isinstance(self.results, Exception):
+            raise self.results
+        return self.results
 
 
-def serves(case: Trial = CASE) -> str:
+def serving_backend(case: Trial = CASE) -> str:
     inputs = arrays(case, 1)
     out = np.asarray(jax.jit(partial(attend, case, attention.paged_attention))(*inputs), np.float32)
     if (out == 1).all():
@@ -87,10 +86,10 @@ def serves(case: Trial = CASE) -> str:
 
 
 @pytest.mark.slow
-def test_it_is_tried_once_for_each_kind(card, monkeypatch):
-    tried = Tried(monkeypatch, RIGHT)
-    assert [serves(), serves()] == ["the kernel", "the kernel"]
-    assert tried.kinds == [
+def test_self_test_runs_once_per_kind(verdict_folder, monkeypatch):
+    fake_self_test = FakeSelfTest(monkeypatch, PASSING)
+    assert [serving_backend(), serving_backend()] == ["the kernel", "the kernel"]
+    assert fake_self_test.kinds == [
         {
             "heads": 4,
             "kv_heads": 2,
@@ -104,65 +103,73 @@ def test_it_is_tried_once_for_each_kind(card, monkeypatch):
             "dtype": "bfloat16",
         }
     ]
-    another_process()
-    assert serves() == "the kernel" and len(tried.kinds) == 1  # it is remembered
-    others = [
+    forget_verdicts()
+    assert (
+        serving_backend() == "the kernel" and len(fake_self_test.kinds) == 1
+    )  # the verdict is remembered
+    other_cases = [
         Trial("", 2, 30, heads=4, kv_heads=2, width=64, window=10, sinks=True, soft_cap=5.0),
         Trial("", 2, 30, heads=4, kv_heads=2, width=64, page=32, codes="int8"),
         Trial("", 2, 30, heads=8, kv_heads=1, width=320, values=256),
         Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float16"),
     ]
-    for other in others[:2]:
-        assert serves(other) == "the kernel"
-    for other in others[2:]:
-        inputs = arrays(other, 1)
-        assert (
-            jax.eval_shape(partial(attend, other, attention.paged_attention), *inputs) is not None
-        )
-    kept = [json.loads(path.read_text()) for path in card.iterdir()]
-    assert len(kept) == 5 and all(
-        {name: CaseResult(**each) for name, each in found["found"].items()} == RIGHT
-        for found in kept
+    for case in other_cases[:2]:
+        assert serving_backend(case) == "the kernel"
+    for case in other_cases[2:]:
+        inputs = arrays(case, 1)
+        assert jax.eval_shape(partial(attend, case, attention.paged_attention), *inputs) is not None
+    records = [json.loads(path.read_text()) for path in verdict_folder.iterdir()]
+    assert len(records) == 5 and all(
+        {name: CaseResult(**result) for name, result in record["found"].items()} == PASSING
+        for record in records
     )
-    assert [kind for kind in tried.kinds if kind not in [found["kind"] for found in kept]] == []
+    assert [
+        kind for kind in fake_self_test.kinds if kind not in [record["kind"] for record in records]
+    ] == []
     assert (
-        tried.kinds[1]["window"] == 10
-        and tried.kinds[1]["sinks"]
-        and tried.kinds[1]["soft_cap"] == 5.0
+        fake_self_test.kinds[1]["window"] == 10
+        and fake_self_test.kinds[1]["sinks"]
+        and fake_self_test.kinds[1]["soft_cap"] == 5.0
     )
-    assert (tried.kinds[2]["codes"], tried.kinds[2]["page"]) == ("int8", 32)
-    assert tried.kinds[3]["values"] == 256 and tried.kinds[4]["dtype"] == "float16"
+    assert (fake_self_test.kinds[2]["codes"], fake_self_test.kinds[2]["page"]) == ("int8", 32)
+    assert (
+        fake_self_test.kinds[3]["values"] == 256 and fake_self_test.kinds[4]["dtype"] == "float16"
+    )
 
 
-@pytest.mark.parametrize("what", ["card", "driver", "sources"])
+@pytest.mark.parametrize("changed", ["card", "driver", "sources"])
 @pytest.mark.slow
-def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
-    """Where anything is not what it was."""
-    tried = Tried(monkeypatch, RIGHT)
-    serves()
-    before = self_test.describe_gpu()
-    other = tmp_path / "tile.py"
-    other.write_text("# another")
-    if what == "card":
-        monkeypatch.setattr(self_test, "describe_gpu", lambda: before | {"device": "NVIDIA H300"})
-    elif what == "driver":
+def test_changed_gpu_driver_or_sources_run_the_self_test_again(
+    verdict_folder, monkeypatch, tmp_path, changed
+):
+    """A verdict holds for one GPU, driver and version of the kernel's sources."""
+    fake_self_test = FakeSelfTest(monkeypatch, PASSING)
+    serving_backend()
+    gpu_properties = self_test.describe_gpu()
+    source = tmp_path / "tile.py"
+    source.write_text("# another")
+    if changed == "card":
+        monkeypatch.setattr(
+            self_test, "describe_gpu", lambda: gpu_properties | {"device": "NVIDIA H300"}
+        )
+    elif changed == "driver":
         monkeypatch.setattr(self_test, "driver", lambda: "999.0")
     else:
-        more = dataclasses.replace(gate.KERNEL, sources=(*gate.SOURCES, other))
-        limits = accuracy.self_tested(more, gate.kernel_limits, device.no_hopper_reason)
+        kernel = dataclasses.replace(gate.KERNEL, sources=(*gate.SOURCES, source))
+        limits = accuracy.self_tested(kernel, gate.kernel_limits, device.no_hopper_reason)
         monkeypatch.setattr(gate, "BACKEND", dataclasses.replace(gate.BACKEND, limits=limits))
-    another_process()
-    assert serves() == "the kernel" and len(tried.kinds) == 2
+    forget_verdicts()
+    assert serving_backend() == "the kernel" and len(fake_self_test.kinds) == 2
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("results", "message"),
     [
         (
-            RIGHT | {"a chunk": WRONG},
+            PASSING | {"a chunk": FAILING},
             "it is wrong on this GPU: a chunk by 5.0e-01, where 6e-03 is allowed",
         ),
-        ({"a": dataclasses.replace(WRONG, error=math.nan)}, "it is wrong on this GPU: a by nan"),
+        ({"a": dataclasses.replace(FAILING, error=math.nan)}, "it is wrong on this GPU: a by nan"),
         (
             {"a": CaseResult(1e-3, 0.1, 0, 6e-3), "b": CaseResult(1e-3, 2e-3, 7, 6e-3)},
             "it is wrong on this GPU: a in one row by 1.0e-01, where 1e-02 is allowed; "
@@ -176,91 +183,96 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     ],
 )
 @pytest.mark.slow
-def test_what_does_not_pass_is_left_to_xla(card, monkeypatch, caplog, found, says):
-    tried = Tried(monkeypatch, found)
+def test_kernel_that_fails_its_self_test_is_replaced_by_xla(
+    verdict_folder, monkeypatch, caplog, results, message
+):
+    fake_self_test = FakeSelfTest(monkeypatch, results)
     with caplog.at_level(logging.WARNING, "quire"):
-        assert [serves(), serves(Trial("", 3, 20, heads=4, kv_heads=2, width=64))] == ["XLA", "XLA"]
-    assert [says in record.getMessage() for record in caplog.records] == [True]  # once
-    assert len(tried.kinds) == 1 and not card.exists()
-    another_process()
-    tried.found = RIGHT  # it may have been the moment: the next process tries again
-    assert serves() == "the kernel" and len(tried.kinds) == 2
+        assert [
+            serving_backend(),
+            serving_backend(Trial("", 3, 20, heads=4, kv_heads=2, width=64)),
+        ] == ["XLA", "XLA"]
+    assert [message in record.getMessage() for record in caplog.records] == [True]  # once
+    assert len(fake_self_test.kinds) == 1 and not verdict_folder.exists()
+    forget_verdicts()
+    fake_self_test.results = PASSING  # the failure may be temporary: the next process tests again
+    assert serving_backend() == "the kernel" and len(fake_self_test.kinds) == 2
 
 
-def test_what_the_kernel_cannot_do_is_not_tried(card, monkeypatch, caplog):
-    tried = Tried(monkeypatch, RIGHT)
+def test_unsupported_case_runs_no_self_test(verdict_folder, monkeypatch, caplog):
+    fake_self_test = FakeSelfTest(monkeypatch, PASSING)
     with caplog.at_level(logging.WARNING, "quire"):
-        assert serves(Trial("", 2, 30, heads=4, kv_heads=2, width=48)) == "XLA"
-    assert not tried.kinds and "keys must be of a width of" in caplog.text
+        assert serving_backend(Trial("", 2, 30, heads=4, kv_heads=2, width=48)) == "XLA"
+    assert not fake_self_test.kinds and "keys must be of a width of" in caplog.text
 
 
-def test_the_wish(card, monkeypatch, caplog):
-    tried = Tried(monkeypatch, self_test.SelfTestFailed("no"))
+def test_quire_mosaic_variable_overrides_the_self_test(verdict_folder, monkeypatch, caplog):
+    fake_self_test = FakeSelfTest(monkeypatch, self_test.SelfTestFailed("no"))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    assert serves() == "the kernel"
-    for wish, says in (
+    assert serving_backend() == "the kernel"
+    for value, message in (
         ("off", "QUIRE_MOSAIC is off"),
         ("of", "QUIRE_MOSAIC is 'of', and can be off or trusted"),
     ):
-        monkeypatch.setenv("QUIRE_MOSAIC", wish)
-        another_process()
-        assert serves() == "XLA" and says in caplog.text
-    assert not tried.kinds
+        monkeypatch.setenv("QUIRE_MOSAIC", value)
+        forget_verdicts()
+        assert serving_backend() == "XLA" and message in caplog.text
+    assert not fake_self_test.kinds
 
 
-def test_a_folder_that_cannot_be_written(card, monkeypatch):
-    card.parent.mkdir()
-    card.write_text("a file")
-    tried = Tried(monkeypatch, RIGHT)
-    assert serves() == "the kernel"
-    another_process()
-    assert serves() == "the kernel" and len(tried.kinds) == 2
+def test_unwritable_cache_folder_runs_the_self_test_in_each_process(verdict_folder, monkeypatch):
+    verdict_folder.parent.mkdir()
+    verdict_folder.write_text("a file")
+    fake_self_test = FakeSelfTest(monkeypatch, PASSING)
+    assert serving_backend() == "the kernel"
+    forget_verdicts()
+    assert serving_backend() == "the kernel" and len(fake_self_test.kinds) == 2
 
 
 @pytest.mark.slow
-def test_the_process_that_tries(card, monkeypatch, tmp_path, caplog):
-    """Really another one. It finds no card, where this one pretends; or it hangs; or it dies."""
-    assert serves() == "XLA"
+def test_self_test_process_without_gpu_timing_out_or_crashing(
+    verdict_folder, monkeypatch, tmp_path, caplog
+):
+    """A real process, which finds no GPU, exceeds the time limit, or crashes."""
+    assert serving_backend() == "XLA"
     assert (
         "its trial on this GPU failed: it ended with status 1: NotImplementedError: there is no"
     ) in caplog.text
     monkeypatch.setattr(self_test, "SECONDS", 0.3)
-    another_process()
-    assert serves() == "XLA" and "it took longer than 0.3 s" in caplog.text
-    dies = tmp_path / "python"
-    dies.write_text("#!/bin/sh\nkill -SEGV $$\n")
-    dies.chmod(dies.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(sys, "executable", str(dies))
+    forget_verdicts()
+    assert serving_backend() == "XLA" and "it took longer than 0.3 s" in caplog.text
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(self_test, "SECONDS", 20)
-    another_process()
-    assert serves() == "XLA" and "it ended with status -11: it said nothing" in caplog.text
+    forget_verdicts()
+    assert serving_backend() == "XLA" and "it ended with status -11: it said nothing" in caplog.text
 
 
-def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
-    says = tmp_path / "python"
-    says.write_text(
+def test_self_test_process_gets_memory_and_module_settings(verdict_folder, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
         "#!/bin/sh\necho noise\n"
         'found="{\\"error\\": 1, \\"worst_row\\": 2, \\"other_bits\\": 3, \\"allowed\\": 4}"\n'
         'echo "{\\"$XLA_PYTHON_CLIENT_PREALLOCATE\\": $found, \\"$PYTHONPATH $4 $5\\": $found}"\n'
     )
-    says.chmod(says.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(sys, "executable", str(says))
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
     path = f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two"
     assert self_test.run_self_test("a.module", "{}") == dict.fromkeys(
         ("false", f"{path} a.module {{}}"), CaseResult(1, 2, 3, 4)
     )
-    says.write_text("#!/bin/sh\necho goodbye\n")
+    python.write_text("#!/bin/sh\necho goodbye\n")
     with pytest.raises(self_test.SelfTestFailed, match="it said 'goodbye"):
         self_test.run_self_test("a.module", "{}")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
-    """What the other process does, at small sizes in the interpreter: it tells a kernel that is
-    right from another.
-    """
+def test_self_test_process_rejects_inaccurate_kernel(interpreted_once, monkeypatch, capsys, spoilt):
+    """At small sizes in the interpreter, the self-test accepts only an accurate kernel."""
     monkeypatch.setattr(task, "SPAN", 64)
     real = partial(gate.attend, interpret=InterpretGPUParams())
     kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
@@ -269,8 +281,8 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
         params = dataclasses.replace(params, scale=params.scale * (1.02 if spoilt else 1))
         return real(q, k, v, pages, rows, params, sinks_N)
 
-    def sizes(given):
-        assert given == kind
+    def sizes(parameters):
+        assert parameters == kind
         return [
             Trial("decoding over spans", 2, 200, 1, 1, **kind),
             Trial("a chunk", 1, 90, 30, 3, **kind),
@@ -287,94 +299,99 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     monkeypatch.setattr(sys, "argv", ["tries", gate.__name__, json.dumps(kind)])
     jax.clear_caches()
     self_test.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(found) == {"decoding over spans", "a chunk"}
-    assert [CaseResult(**each).wrong is None for each in found.values()] == [not spoilt] * 2, found
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(results) == {"decoding over spans", "a chunk"}
+    assert [CaseResult(**result).wrong is None for result in results.values()] == [
+        not spoilt
+    ] * 2, results
 
 
 @dataclasses.dataclass(frozen=True)
-class Doubled:
-    """Work of a trial: rows of ones, doubled. `spoil` is what the kernel adds."""
+class DoublingCase:
+    """Self-test case whose kernel doubles rows of ones and adds `spoil(state)`."""
 
-    spoil: Callable = lambda held: 0.0
+    spoil: Callable = lambda state: 0.0
     name: str = "doubled"
     allowed: float = 1e-3
 
     def build(self, seed):
         return jnp.int32(seed), jnp.ones((100, 8)), np.full((100, 8), 2.0)
 
-    def run(self, held, given):
-        return given * 2 + self.spoil(held), held + 1
+    def run(self, state, x):
+        return x * 2 + self.spoil(state), state + 1
 
 
-def test_what_a_case_shows():
+def test_measure_reports_errors_and_differing_bits():
     assert (
-        measure(Doubled(), 0) == CaseResult(0.0, 0.0, 0, 1e-3)
-        and measure(Doubled(), 0).wrong is None
+        measure(DoublingCase(), 0) == CaseResult(0.0, 0.0, 0, 1e-3)
+        and measure(DoublingCase(), 0).wrong is None
     )
-    # the norm of all hides it
-    one_row = measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7].set(0.008)), 0)
+    # the error of all rows together is within the limit
+    one_row = measure(DoublingCase(lambda _: jnp.zeros((100, 8)).at[7].set(0.008)), 0)
     assert one_row.error == pytest.approx(4e-4, rel=1e-3) and one_row.worst_row == pytest.approx(
         4e-3, rel=1e-3
     )
     assert one_row.wrong == "in one row by 4.0e-03, where 2e-03 is allowed"
-    races = measure(Doubled(lambda held: jnp.where(held == 31, 1e-6, 0)), 0)  # one run of fifty
+    races = measure(
+        DoublingCase(lambda state: jnp.where(state == 31, 1e-6, 0)), 0
+    )  # one run of fifty
     assert races.wrong == "in having other bits in 1 of 50 runs"
-    assert measure(Doubled(lambda _: jnp.nan), 0).wrong == "by nan, where 1e-03 is allowed"
+    assert measure(DoublingCase(lambda _: jnp.nan), 0).wrong == "by nan, where 1e-03 is allowed"
     assert (
-        measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7, 1].set(jnp.nan)), 0).wrong is not None
+        measure(DoublingCase(lambda _: jnp.zeros((100, 8)).at[7, 1].set(jnp.nan)), 0).wrong
+        is not None
     )
 
 
-def test_a_case_in_layers():
-    """Each has its own numbers, and one that is wrong is enough."""
-    right = measure(InLayers(Doubled()), 0)
+def test_case_in_layers_fails_if_one_layer_is_wrong():
+    """Every layer has its own inputs."""
+    result = measure(InLayers(DoublingCase()), 0)
     assert (
-        right == CaseResult(0.0, 0.0, 0, 1e-3)
-        and InLayers(Doubled()).name == "doubled, in a step of 3 layers"
+        result == CaseResult(0.0, 0.0, 0, 1e-3)
+        and InLayers(DoublingCase()).name == "doubled, in a step of 3 layers"
     )
     for layer in range(3):
-        spoiled = InLayers(Doubled(lambda held, layer=layer: jnp.where(held == layer, 0.1, 0)))
-        assert measure(spoiled, 0, repeats=1).wrong is not None
+        spoiled_case = InLayers(
+            DoublingCase(lambda state, layer=layer: jnp.where(state == layer, 0.1, 0))
+        )
+        assert measure(spoiled_case, 0, repeats=1).wrong is not None
 
 
-def test_a_pass_is_one_of_a_kind_of_graphs(monkeypatch):
-    before = self_test.digest(gate.KERNEL, "{}")
-    assert self_test.digest(gate.KERNEL, "{}") == before
+def test_self_test_digest_depends_on_graph_capture(monkeypatch):
+    digest = self_test.digest(gate.KERNEL, "{}")
+    assert self_test.digest(gate.KERNEL, "{}") == digest
     monkeypatch.setattr(self_test.graphs, "compiler_options", lambda: {self_test.graphs.OPTION: ""})
-    assert self_test.digest(gate.KERNEL, "{}") != before
+    assert self_test.digest(gate.KERNEL, "{}") != digest
 
 
 @pytest.mark.slow
-def test_layers_append_in_place():
-    """Each layer of a step writes its pages, which are donated, and reads what it wrote; the same
-    with codes.
-    """
+def test_layers_append_to_donated_pages_in_place():
+    """Each layer of a step writes its donated pages and reads them back, also when quantised."""
     for codes in (None, "int8"):
         case = AttentionCase(
             Trial("", 2, 40, 3, 2, heads=4, kv_heads=2, width=64, page=32, codes=codes, layers=2),
-            fill,
+            attend_in_xla,
         )
-        held, given, wanted = case.build(0)
-        before = jax.tree.map(np.asarray, held)
-        assert wanted.shape == (2, 8, 4, 64) and not wanted[:, 6:].any()
-        assert all(k is not None and v is not None for _, k, v, *_ in given)
+        pages, inputs, expected = case.build(0)
+        old_pages = jax.tree.map(np.asarray, pages)
+        assert expected.shape == (2, 8, 4, 64) and not expected[:, 6:].any()
+        assert all(k is not None and v is not None for _, k, v, *_ in inputs)
         assert measure(case, 0, 2).wrong is None
-        _, after = case.run(held, given)
+        _, new_pages = case.run(pages, inputs)
         changed = [
             a.tobytes() != np.asarray(b).tobytes()
-            for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+            for a, b in zip(jax.tree.leaves(old_pages), jax.tree.leaves(new_pages), strict=True)
         ]
-        # scales; codes are there before
+        # in quantised pages only the scales must change
         assert all(changed) if codes is None else sum(changed) >= 4
 
 
-def fill(*given):
-    return xla.attend(*given)
+def attend_in_xla(*arguments):
+    return xla.attend(*arguments)
 
 
-class Others:
-    """The values that processes leave for each other, where this one is process 1 of 3."""
+class FakeCoordinator:
+    """Key-value store of three JAX processes, of which this one has index 1."""
 
     def __init__(self, monkeypatch, **values):
         self.values = values
@@ -391,37 +408,39 @@ class Others:
         return self.values[key.rpartition("/")[2]]
 
 
-def test_processes_agree(card, monkeypatch, caplog):
-    """All of a program take the kernel, or none."""
-    tried = Tried(monkeypatch, RIGHT)
-    others = Others(monkeypatch, **{"0": "", "2": ""})
-    assert serves() == "the kernel" and others.values["1"] == ""
-    another_process()
-    others.values["2"] = "it is wrong on this GPU"
-    assert serves() == "XLA" and "process 2: it is wrong on this GPU" in caplog.text
-    another_process()
-    others.values["2"] = ""
-    tried.found = RIGHT | {"a chunk": WRONG}
-    (file,) = card.iterdir()
+def test_processes_choose_the_same_kernel(verdict_folder, monkeypatch, caplog):
+    """All processes of a program use the kernel, or none does."""
+    fake_self_test = FakeSelfTest(monkeypatch, PASSING)
+    coordinator = FakeCoordinator(monkeypatch, **{"0": "", "2": ""})
+    assert serving_backend() == "the kernel" and coordinator.values["1"] == ""
+    forget_verdicts()
+    coordinator.values["2"] = "it is wrong on this GPU"
+    assert serving_backend() == "XLA" and "process 2: it is wrong on this GPU" in caplog.text
+    forget_verdicts()
+    coordinator.values["2"] = ""
+    fake_self_test.results = PASSING | {"a chunk": FAILING}
+    (file,) = verdict_folder.iterdir()
     file.unlink()
-    assert serves() == "XLA" and others.values["1"].startswith("it is wrong on this GPU: a chunk")
-    another_process()
-    tried.found = RIGHT
-    del others.values["0"]
-    assert serves() == "XLA" and "process 0: it did not say whether it may" in caplog.text
+    assert serving_backend() == "XLA" and coordinator.values["1"].startswith(
+        "it is wrong on this GPU: a chunk"
+    )
+    forget_verdicts()
+    fake_self_test.results = PASSING
+    del coordinator.values["0"]
+    assert serving_backend() == "XLA" and "process 0: it did not say whether it may" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("capability", "served"), [("9.0", True), ("8.9", False), ("10.0", False), ("gfx942", False)]
 )
-def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
-    for ask in (device.is_hopper, device.is_gpu):
-        ask.cache_clear()
+def test_kernel_requires_hopper(monkeypatch, tmp_path, caplog, capability, served):
+    for cached in (device.is_hopper, device.is_gpu):
+        cached.cache_clear()
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(device, "capability", lambda: capability)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tried = Tried(monkeypatch, RIGHT)
-    another_process()
+    fake_self_test = FakeSelfTest(monkeypatch, PASSING)
+    forget_verdicts()
     q, pages, rows, _ = jax.eval_shape(lambda: arrays(CASE, 0))
     if served:
         assert device.no_hopper_reason() is None
@@ -430,22 +449,20 @@ def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
             NotImplementedError, match=f"9.x \\(Hopper\\), and this GPU's is {capability}"
         ):
             gate.BACKEND(q, None, None, pages, rows, CASE.params)
-        assert f"this GPU's is {capability}" in caplog.text and not tried.kinds
+        assert f"this GPU's is {capability}" in caplog.text and not fake_self_test.kinds
     device.is_hopper.cache_clear()
-    another_process()
+    forget_verdicts()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("window", [None, 128])
-def test_trials_go_each_way(window):
-    """XLA passes them, also those that are too long for an interpreter; and the kernel has no way
-    that none goes.
-    """
+def test_self_test_cases_cover_every_path_of_the_kernel(window):
+    """XLA passes every case, and the cases together cover every path of the kernel."""
     kind = {"heads": 16, "kv_heads": 4, "width": 64, "window": window}
-    ways = set()
-    for each in gate.trials(kind):
-        assert measure_attention(each, xla.attend, 0).wrong is None
-        q, pages, rows, _ = arrays(each, 0)
+    covered = set()
+    for case in gate.trials(kind):
+        assert measure_attention(case, xla.attend, 0).wrong is None
+        q, pages, rows, _ = arrays(case, 0)
         shape = make_kernel_shape(
             q,
             pages,
@@ -457,30 +474,41 @@ def test_trials_go_each_way(window):
             sinks=False,
             processors=132,
         )
-        decodes = len(rows.positions_T) == len(rows.tables_BM)
-        ways |= {("can be cut", shape.cut), ("padding", bool(each.empty)), ("decodes", decodes)}
-        for mine in tasks_of(shape, plan(shape, rows)):
-            ways |= {("in turns", len(mine) > 1)}
-            for one in mine:
-                several = one.first // one.span != one.last // one.span
-                longer = one.span > shape.span
-                cut = (decodes, one.place >= 0) if shape.cut else None
-                ways |= {
-                    ("cut", cut),
-                    ("several spans", one.place >= 0, several),
-                    ("longer spans", longer),
+        is_decode = len(rows.positions_T) == len(rows.tables_BM)
+        covered |= {
+            ("can be cut", shape.cut),
+            ("padding", bool(case.empty)),
+            ("decodes", is_decode),
+        }
+        for items in tasks_of(shape, plan(shape, rows)):
+            covered |= {("in turns", len(items) > 1)}
+            for item in items:
+                spans_several = item.first // item.span != item.last // item.span
+                has_longer_spans = item.span > shape.span
+                is_split = (is_decode, item.place >= 0) if shape.cut else None
+                covered |= {
+                    ("cut", is_split),
+                    ("several spans", item.place >= 0, spans_several),
+                    ("longer spans", has_longer_spans),
                 }
-    cut = {("cut", (decodes, cut)) for decodes in (True, False) for cut in (True, False)}
-    wanted = {("can be cut", True), *cut, ("several spans", True, False), ("longer spans", True)}
-    wanted |= {("several spans", True, True)} if window is None else set()
-    if window is not None:  # it is shorter than a span, so that nothing is cut
-        wanted = {("can be cut", False), ("cut", None)}
-    wanted |= {
+    is_split = {
+        ("cut", (is_decode, is_split)) for is_decode in (True, False) for is_split in (True, False)
+    }
+    expected = {
+        ("can be cut", True),
+        *is_split,
+        ("several spans", True, False),
+        ("longer spans", True),
+    }
+    expected |= {("several spans", True, True)} if window is None else set()
+    if window is not None:  # the window is shorter than a span: no work is split
+        expected = {("can be cut", False), ("cut", None)}
+    expected |= {
         ("several spans", False, True),
         ("several spans", False, False),
         ("longer spans", False),
     }
-    wanted |= {
+    expected |= {
         (name, value) for name in ("padding", "decodes", "in turns") for value in (True, False)
     }
-    assert wanted <= ways, sorted(wanted - ways, key=str)
+    assert expected <= covered, sorted(expected - covered, key=str)

@@ -1,6 +1,4 @@
-"""What of a step becomes CUDA graphs: by what is asked, and of the trials' steps by what is
-compiled for an H200.
-"""
+"""CUDA graphs: compiler options, and graphs of self-test steps compiled for an H200."""
 
 import logging
 from types import SimpleNamespace
@@ -22,8 +20,8 @@ from quire.tests.support.cases import thinned
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """(platform version, newest CUDA of the driver) -> a GPU of that kind."""
+def fake_gpu(monkeypatch):
+    """A function (platform version, newest CUDA version of the driver) that pretends such a GPU."""
     graphs.warn_once.cache_clear()
     for name in ("QUIRE_GRAPHS", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
@@ -37,29 +35,29 @@ def card(monkeypatch):
     return pretend
 
 
-def test_a_gpu_records_loops_branches_and_collectives(card, monkeypatch):
-    card("PJRT C API\ncuda 12090", 12030)
+def test_graphs_capture_loops_branches_and_collectives(fake_gpu, monkeypatch):
+    fake_gpu("PJRT C API\ncuda 12090", 12030)
     recorded = graphs.compiler_options()[graphs.OPTION].split(",")
     assert {"FUSION", "CUSTOM_CALL", "CONDITIONAL", "WHILE", "COLLECTIVES"} <= set(recorded)
     monkeypatch.setenv("QUIRE_GRAPHS", "off")
     assert graphs.compiler_options() == {graphs.OPTION: ""}
 
 
-@pytest.mark.parametrize(("driver", "said"), [(12020, "knows CUDA 12.2"), (0, "does not say")])
-def test_an_old_driver_gets_the_default_and_the_log_says_so_once(card, caplog, driver, said):
-    card("cuda 12090", driver)
+@pytest.mark.parametrize(("driver", "message"), [(12020, "knows CUDA 12.2"), (0, "does not say")])
+def test_old_driver_disables_graphs_with_one_warning(fake_gpu, caplog, driver, message):
+    fake_gpu("cuda 12090", driver)
     with caplog.at_level(logging.WARNING, "quire"):
         assert graphs.compiler_options() is None and graphs.compiler_options() is None
-    assert len(caplog.records) == 1 and said in caplog.text and "12.3" in caplog.text
+    assert len(caplog.records) == 1 and message in caplog.text and "12.3" in caplog.text
 
 
-def test_xla_flags_have_the_last_word(card, monkeypatch):
-    card("cuda 12090", 12090)
+def test_xla_flags_have_precedence(fake_gpu, monkeypatch):
+    fake_gpu("cuda 12090", 12090)
     monkeypatch.setenv("XLA_FLAGS", f"--{graphs.OPTION}=FUSION")
     assert graphs.compiler_options() is None
 
 
-def test_other_devices_are_compiled_as_before(card, monkeypatch):
+def test_cpus_and_rocm_have_no_graph_options(fake_gpu, monkeypatch):
     assert graphs.compiler_options() is None  # the CPU
     monkeypatch.setenv("QUIRE_GRAPHS", "off")
     assert graphs.compiler_options() is None
@@ -67,11 +65,11 @@ def test_other_devices_are_compiled_as_before(card, monkeypatch):
         jnp.zeros(2)
     ).tolist() == [1, 1]
     monkeypatch.delenv("QUIRE_GRAPHS")
-    card("PJRT C API\nrocm 60300", 12090)
+    fake_gpu("PJRT C API\nrocm 60300", 12090)
     assert graphs.compiler_options() is None
 
 
-def test_a_wrong_setting_is_an_error(monkeypatch):
+def test_invalid_quire_graphs_is_rejected(monkeypatch):
     monkeypatch.setenv("QUIRE_GRAPHS", "on")
     with pytest.raises(ValueError, match="QUIRE_GRAPHS is 'on', and can be off"):
         graphs.compiler_options()
@@ -112,7 +110,7 @@ EXPERTS = {
     "summands": 1,
     "kernel": "mosaic",
 }
-TRIALS = {
+SELF_TESTS = {
     "attention": (
         hopper,
         {"heads": 32, "kv_heads": 8, "width": 128, "page": 16, "dtype": "bfloat16"},
@@ -137,28 +135,28 @@ TRIALS = {
         {"keys": 128, "values": 128, "shared": 2, "by_key": False, "corrects": True},
     ),
 }
-COMPILED = ["residual", "choices", "places"]
+ALWAYS_COMPILED = ["residual", "choices", "places"]
 
 
 def step_of(name: str):
-    """(the trial that is a donated step of several layers, its arguments)."""
-    module, kind = TRIALS[name]
+    """(a self-test's step of several layers, its arguments)."""
+    module, kind = SELF_TESTS[name]
     (case,) = [case for case in module.cases(kind) if "layers" in case.name]
-    held, given, _ = case.build(0)
-    return jax.jit(case.run, donate_argnums=0), (held, given)
+    state, inputs, _ = case.build(0)
+    return jax.jit(case.run, donate_argnums=0), (state, inputs)
 
 
 @pytest.fixture(scope="module")
-def steps():
-    return kernels_ahead.compile_some(__file__, TRIALS, COMPILED)
+def hopper_steps():
+    return kernels_ahead.compile_some(__file__, SELF_TESTS, ALWAYS_COMPILED)
 
 
 @pytest.mark.slow
 @kernels_ahead.needs_compiler
-@pytest.mark.parametrize("name", thinned(TRIALS, COMPILED))
-def test_a_trial_of_layers_is_one_graph(name, steps):
-    """As a step is; and its kernels spill nothing."""
-    step = steps[name]
+@pytest.mark.parametrize("name", thinned(SELF_TESTS, ALWAYS_COMPILED))
+def test_self_test_step_of_layers_is_one_graph(name, hopper_steps):
+    """As an engine step; the kernels spill no registers."""
+    step = hopper_steps[name]
     print("|", name, "|", len(step.kernels), "|", step.graphs, "|", step.outside, "|")
     assert step.graphs == 1 and not step.outside
     assert step.kernels and not any(kernel.stored for kernel in step.kernels)
@@ -166,7 +164,7 @@ def test_a_trial_of_layers_is_one_graph(name, steps):
 
 @pytest.mark.slow
 @kernels_ahead.needs_compiler
-def test_without_graphs_there_is_none(monkeypatch):
+def test_quire_graphs_off_compiles_no_graph(monkeypatch):
     monkeypatch.setenv("QUIRE_GRAPHS", "off")
-    (step,) = kernels_ahead.compile_some(__file__, COMPILED[:1], COMPILED).values()
+    (step,) = kernels_ahead.compile_some(__file__, ALWAYS_COMPILED[:1], ALWAYS_COMPILED).values()
     assert step.graphs == 0 and step.outside

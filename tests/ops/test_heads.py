@@ -1,6 +1,4 @@
-"""The kernel that normalises, rotates and appends, where there is no card: in Pallas' interpreter,
-and lowered.
-"""
+"""The kernel that normalises, rotates and appends heads: in Pallas' interpreter, and lowered."""
 
 from dataclasses import dataclass, replace
 
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("interpreted_once")
 S = 32
 P = 5
 ROWS = 5
-# one sequence goes on in another page; then one more, then padding
+# one sequence crosses a page border; another sequence and padding follow
 SLOTS = [2 * S - 1, 3 * S, 3 * S + 1, S + 7]
 
 
@@ -38,7 +36,7 @@ class Case:
     codes: str | None = None
 
     def inputs(self, seed: int = 0):
-        """(qkv_TGH, heads, pages); the last row is padding, and NaN."""
+        """(qkv_TGH, heads, pages); the last row is NaN padding."""
         rng = np.random.default_rng(seed)
         qkv_TGH = rng.standard_normal((ROWS, self.N + 2 * self.K, self.H)) * rng.choice(
             [0.01, 1, 50], (ROWS, 1, 1)
@@ -50,7 +48,7 @@ class Case:
         work = Heads(self.N, self.K, cos_sin if self.pairs else None, eps=1e-5)
         if self.norm:
             work = Heads(self.N, self.K, work.cos_sin, "head", *scales, 1e-5)
-        held = [
+        page_arrays = [
             jnp.asarray(rng.integers(-9, 9, (P, S, self.K, self.H)), self.codes or "bfloat16")
             for _ in range(2)
         ]
@@ -59,7 +57,7 @@ class Case:
             if self.codes
             else []
         )
-        return jnp.asarray(qkv_TGH, jnp.bfloat16), work, KVPages(*held, *scale)
+        return jnp.asarray(qkv_TGH, jnp.bfloat16), work, KVPages(*page_arrays, *scale)
 
 
 CASES = {
@@ -73,13 +71,13 @@ CASES = {
 }
 
 
-def rows_of(slots) -> QueryRows:
+def query_rows(slots) -> QueryRows:
     slots_T = np.zeros(ROWS, np.int32)
     slots_T[: len(slots)] = slots
     return QueryRows(None, jnp.asarray([0, len(slots)], jnp.int32), None, jnp.asarray(slots_T))
 
 
-def run(qkv_TGH, work, pages, rows):
+def run_kernel(qkv_TGH, work, pages, rows):
     def step(qkv_TGH, pages, rows):
         return hopper.prepare(
             qkv_TGH, work, pages, rows, interpret=InterpretGPUParams(detect_races=True)
@@ -91,96 +89,101 @@ def run(qkv_TGH, work, pages, rows):
     return q_TNH, pages
 
 
-def numbers(x) -> np.ndarray:
+def as_float64(x) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def test_kernel_leaves_shifted_keys_to_attention_where_they_become_codes():
-    """The kernel appends keys itself; where pages keep bits there is no shift, and it serves."""
+def test_kernel_rejects_key_shifts_for_quantized_pages():
+    """The kernel appends keys itself; unquantised pages ignore the shift."""
     for name in ("plain", "int8"):
         qkv_TGH, work, pages = CASES[name].inputs()
         shifted = replace(work, k_shift_KH=jnp.ones((work.keys, qkv_TGH.shape[2])))
-        found = hopper.unsupported_reasons(qkv_TGH, shifted, pages)
-        assert any("keys are shifted" in reason for reason in found) == (name == "int8")
+        reasons = hopper.unsupported_reasons(qkv_TGH, shifted, pages)
+        assert any("keys are shifted" in reason for reason in reasons) == (name == "int8")
 
 
-def test_shift_is_taken_off_keys_that_become_codes_alone():
+def test_key_shift_applies_to_quantized_pages_only():
     qkv_TGH, work, pages = CASES["plain"].inputs()
     shifted = replace(work, k_shift_KH=jnp.full((work.keys, qkv_TGH.shape[2]), 3.0))
-    live = rows_of(SLOTS)
-    coded = CASES["int8"].inputs()[2]
-    for held, offset in ((pages, 0), (coded, 3)):
-        found, wanted = (
-            heads.prepare(qkv_TGH, some, held, live, "xla") for some in (shifted, work)
+    live = query_rows(SLOTS)
+    int8_pages = CASES["int8"].inputs()[2]
+    for kv_pages, offset in ((pages, 0), (int8_pages, 3)):
+        actual, unshifted = (
+            heads.prepare(qkv_TGH, options, kv_pages, live, "xla") for options in (shifted, work)
         )
-        for name, x, y in zip("qkv", found, wanted, strict=False):
-            right = numbers(y) - (offset if name == "k" else 0)
-            np.testing.assert_array_equal(numbers(x), numbers(jnp.asarray(right, jnp.bfloat16)))
+        for name, x, y in zip("qkv", actual, unshifted, strict=False):
+            expected = as_float64(y) - (offset if name == "k" else 0)
+            np.testing.assert_array_equal(
+                as_float64(x), as_float64(jnp.asarray(expected, jnp.bfloat16))
+            )
 
 
 @pytest.mark.parametrize("name", thinned(CASES, ["a norm, a part rotated", "float8"]))
 @pytest.mark.slow
-def test_against_float64_and_xla(name):
-    """Every row is right, its keys, values and scales are in its slots, nothing else is written,
-    and nothing races.
-    """
+def test_kernel_matches_float64_and_xla(name):
+    """Queries, and keys, values and scales in the rows' slots; nothing else is written."""
     case = CASES[name]
     qkv_TGH, work, pages = case.inputs()
     live = len(SLOTS)
-    q_TNH, after = run(qkv_TGH, work, pages, rows_of(SLOTS))
+    q_TNH, new_pages = run_kernel(qkv_TGH, work, pages, query_rows(SLOTS))
     q, k, v = (x[:live] for x in accuracy.in_float64(qkv_TGH, work))
     size = np.abs(q).max((1, 2), keepdims=True)
-    assert np.all(np.abs(numbers(q_TNH)[:live] - q) < 1e-2 * size)
+    assert np.all(np.abs(as_float64(q_TNH)[:live] - q) < 1e-2 * size)
     page_T = np.array(SLOTS) // S
     at_T = np.array(SLOTS) % S
     step = {None: 1e-2, "int8": 1e-2, "float8_e4m3fn": 5e-2}[case.codes]
-    for held, scale, right in (
-        (after.k_PSKH, after.k_scale_PKS, k),
-        (after.v_PSKH, after.v_scale_PKS, v),
+    for array, scale, expected in (
+        (new_pages.k_PSKH, new_pages.k_scale_PKS, k),
+        (new_pages.v_PSKH, new_pages.v_scale_PKS, v),
     ):
-        found = numbers(held)[page_T, at_T]
+        actual = as_float64(array)[page_T, at_T]
         if scale is not None:
-            found = found * np.asarray(scale)[page_T, :, at_T][..., None]
-        assert np.all(np.abs(found - right) < step * np.abs(right).max((1, 2), keepdims=True))
-    cos_sin = work.cos_sin and tuple(x[:live] for x in work.cos_sin)
-    _, k_TKH, v_TKH = split_heads(qkv_TGH[:live], replace(work, cos_sin=cos_sin))
-    wanted = append(pages, k_TKH, v_TKH, jnp.asarray(SLOTS))
-    for found, right in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
-        own = np.ones(
-            right.shape[:1] + ((right.shape[1],) if right.dtype != jnp.float32 else (case.K, S)),
+            actual = actual * np.asarray(scale)[page_T, :, at_T][..., None]
+        assert np.all(
+            np.abs(actual - expected) < step * np.abs(expected).max((1, 2), keepdims=True)
+        )
+    _, k_TKH, v_TKH = split_heads(qkv_TGH[:live], Heads(**{**vars(work), "cos_sin": work.cos_sin and tuple(
+        x[:live] for x in work.cos_sin)}))  # fmt: skip
+    xla_pages = append(pages, k_TKH, v_TKH, jnp.asarray(SLOTS))
+    for actual, expected in zip(
+        jax.tree.leaves(new_pages), jax.tree.leaves(xla_pages), strict=True
+    ):
+        is_unused = np.ones(
+            expected.shape[:1]
+            + ((expected.shape[1],) if expected.dtype != jnp.float32 else (case.K, S)),
             bool,
         )
-        if right.dtype == jnp.float32:
-            own[page_T, :, at_T] = False
+        if expected.dtype == jnp.float32:
+            is_unused[page_T, :, at_T] = False
         else:
-            own[page_T, at_T] = False
-        # what no row owns is as it was
-        assert np.array_equal(numbers(found)[own], numbers(right)[own])
+            is_unused[page_T, at_T] = False
+        # slots of no row are unchanged
+        assert np.array_equal(as_float64(actual)[is_unused], as_float64(expected)[is_unused])
 
 
-def test_a_row_has_the_same_bits_in_any_company():
+def test_kernel_is_batch_invariant():
     qkv_TGH, work, pages = CASES["int8"].inputs()
-    q_TNH, after = run(qkv_TGH, work, pages, rows_of(SLOTS))
-    # the padding row comes between, so it counts as one and writes page 4
+    q_TNH, new_pages = run_kernel(qkv_TGH, work, pages, query_rows(SLOTS))
+    # the padding row is no longer last, so it is a row that writes page 4
     order = np.array([3, 1, 4, 0, 2])
-    turned = Heads(**{**vars(work), "cos_sin": tuple(x[order] for x in work.cos_sin)})
+    reordered = Heads(**{**vars(work), "cos_sin": tuple(x[order] for x in work.cos_sin)})
     slots = [*np.array(SLOTS)[order[:2]], 4 * S, *np.array(SLOTS)[order[3:]]]
-    q_other, other = run(qkv_TGH[order], turned, pages, rows_of(slots))
+    q_other, other_pages = run_kernel(qkv_TGH[order], reordered, pages, query_rows(slots))
     for n, row in enumerate(order):
         assert np.asarray(q_other[n]).tobytes() == np.asarray(q_TNH[row]).tobytes()
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(other), strict=True):
+    for a, b in zip(jax.tree.leaves(new_pages), jax.tree.leaves(other_pages), strict=True):
         assert np.asarray(a[:4]).tobytes() == np.asarray(b[:4]).tobytes()
 
 
-def test_all_reasons_are_said(monkeypatch):
+def test_error_lists_every_unsupported_property(monkeypatch):
     qkv_TGH, _, pages = CASES["plain"].inputs()
     work = Heads(4, 2, norm="all", v_norm=True)
     with pytest.raises(
         NotImplementedError, match=r"not float32, and .* without a norm, and .* over each head"
     ):
-        hopper.prepare(qkv_TGH.astype(jnp.float32), work, pages, rows_of(SLOTS), interpret=True)
+        hopper.prepare(qkv_TGH.astype(jnp.float32), work, pages, query_rows(SLOTS), interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
-        heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS), "mosaic_gpu")
+        heads.prepare(qkv_TGH, work, pages, query_rows(SLOTS), "mosaic_gpu")
 
 
 def spoil_queries(q_TNH, pages):
@@ -198,15 +201,13 @@ def spoil_other_slots(q_TNH, pages):
 @pytest.mark.parametrize("spoil", [None, spoil_queries, spoil_values, spoil_other_slots])
 @pytest.mark.parametrize("name", thinned(CASES, ["int8"]))
 @pytest.mark.slow
-def test_a_trial(name, spoil, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
-    from another.
-    """
+def test_self_test_rejects_inaccurate_kernel(name, spoil, monkeypatch):
+    """The GPU self-test, with few rows in the interpreter, accepts only an accurate kernel."""
     real = accuracy.rotate_and_append
 
-    def kernel(*given):
-        found = real(*given)
-        return found if spoil is None else spoil(*found)
+    def kernel(*arguments):
+        outputs = real(*arguments)
+        return outputs if spoil is None else spoil(*outputs)
 
     monkeypatch.setattr(accuracy, "rotate_and_append", kernel)
     kind = hopper.kind(*CASES[name].inputs())
@@ -214,17 +215,17 @@ def test_a_trial(name, spoil, monkeypatch):
         (False, (spoil_queries, spoil_other_slots)),
         (True, (spoil_values, spoil_other_slots)),
     ):
-        found = self_test.measure(
+        result = self_test.measure(
             accuracy.HeadsCase(kind, paged, 12, InterpretGPUParams()), 0, repeats=2
         )
-        assert (found.wrong is not None) == (spoil in wrong)
+        assert (result.wrong is not None) == (spoil in wrong)
 
 
-def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_path):
-    asked = []
+def test_kernel_that_fails_its_self_test_is_replaced_by_xla(monkeypatch, caplog, tmp_path):
+    tested = []
 
     def test(module, kind):
-        asked.append((module, kind))
+        tested.append((module, kind))
         return {"queries": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
@@ -235,9 +236,9 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
     self_test.warn_once.cache_clear()
     qkv_TGH, work, pages = CASES["plain"].inputs()
     for _ in range(2):
-        q_TNH, k_TKH, _, _ = heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS))
+        q_TNH, k_TKH, _, _ = heads.prepare(qkv_TGH, work, pages, query_rows(SLOTS))
         assert k_TKH is not None
-    assert [module for module, _ in asked] == ["quire.ops.heads.accuracy"]
+    assert [module for module, _ in tested] == ["quire.ops.heads.accuracy"]
     assert (
         caplog.text.count("it is wrong on this GPU: queries by 5.0e-01, where 6e-03 is allowed")
         == 1
@@ -245,8 +246,8 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
     self_test.verdict.cache_clear()
 
 
-def test_lowers_for_cuda_in_place(monkeypatch):
-    """One kernel, whose pages are those that it was given."""
+def test_kernel_lowers_to_one_call_that_updates_pages_in_place(monkeypatch):
+    """The pages are aliased outputs."""
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     qkv_TGH, work, pages = CASES["int8"].inputs()
@@ -254,14 +255,14 @@ def test_lowers_for_cuda_in_place(monkeypatch):
     def step(qkv_TGH, pages, rows):
         return heads.prepare(qkv_TGH, work, pages, rows)
 
-    traced = jax.jit(step, donate_argnums=1).trace(qkv_TGH, pages, rows_of(SLOTS))
+    traced = jax.jit(step, donate_argnums=1).trace(qkv_TGH, pages, query_rows(SLOTS))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1
     assert text.count("output_operand_alias<") == 4
     assert "scatter" not in text
 
 
-PRODUCTION = {
+PRODUCTION_CASES = {
     "Llama-3-8B": Case(N=32, K=8, H=128, pairs=64),
     "Llama-3-8B in int8": Case(N=32, K=8, H=128, pairs=64, codes="int8"),
     "Qwen3-30B-A3B": Case(N=32, K=4, H=128, pairs=64, norm=True),
@@ -271,33 +272,33 @@ PRODUCTION = {
     "Qwen3-Next": Case(N=16, K=2, H=256, pairs=32, norm=True),
     "Qwen3-Next in float8": Case(N=16, K=2, H=256, pairs=32, norm=True, codes="float8_e4m3fn"),
 }
-COMPILED = ["Gemma-3-12B in int8", "Qwen3-Next"]
+ALWAYS_COMPILED = ["Gemma-3-12B in int8", "Qwen3-Next"]
 
 
 def step_of(name: str):
     """(a step of the kernel, the shapes of its arguments)."""
-    qkv_TGH, work, pages = PRODUCTION[name].inputs()
-    given = qkv_TGH, work.cos_sin, work.q_scale, work.k_scale, pages, rows_of(SLOTS)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    qkv_TGH, work, pages = PRODUCTION_CASES[name].inputs()
+    arguments = qkv_TGH, work.cos_sin, work.q_scale, work.k_scale, pages, query_rows(SLOTS)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
 
     def step(qkv_TGH, cos_sin, q_scale, k_scale, pages, rows):
-        own = replace(work, cos_sin=cos_sin, q_scale=q_scale, k_scale=k_scale)
-        return hopper.prepare(qkv_TGH, own, pages, rows)
+        options = replace(work, cos_sin=cos_sin, q_scale=q_scale, k_scale=k_scale)
+        return hopper.prepare(qkv_TGH, options, pages, rows)
 
     return jax.jit(step, donate_argnums=4), shapes
 
 
 @pytest.fixture(scope="module")
-def steps():
-    return kernels_ahead.compile_some(__file__, PRODUCTION, COMPILED)
+def hopper_steps():
+    return kernels_ahead.compile_some(__file__, PRODUCTION_CASES, ALWAYS_COMPILED)
 
 
 @pytest.mark.slow
 @kernels_ahead.needs_compiler
-@pytest.mark.parametrize("name", thinned(PRODUCTION, COMPILED))
-def test_compiles_for_hopper(name, steps):
-    """To SASS, and nothing is spilled."""
-    (kernel,) = steps[name].kernels
+@pytest.mark.parametrize("name", thinned(PRODUCTION_CASES, ALWAYS_COMPILED))
+def test_compiles_for_hopper(name, hopper_steps):
+    """Compiled to SASS, the kernel spills no registers."""
+    (kernel,) = hopper_steps[name].kernels
     print(
         "|",
         name,

@@ -1,4 +1,4 @@
-"""Experts against a loop over rows, and routing against a sort, both in float64."""
+"""Expert mixtures and routing in XLA against float64 loops."""
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,14 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def draw(seed: int, dtype=np.float32):
+def random_experts(seed: int, dtype=np.float32):
     rng = np.random.default_rng(seed)
     return rng.standard_normal((E, D, 2, F)).astype(dtype) / 4, rng.standard_normal(
         (E, F, D)
     ).astype(dtype) / 4
 
 
-def slowly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
+def reference_mixture(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
     out = np.zeros(x_TD.shape)
     up_EDGF = up_EDGF.astype(np.float64)
     down_EFD = down_EFD.astype(np.float64)
@@ -42,7 +42,7 @@ def slowly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
 
 
 @jax.jit
-def quickly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
+def mix_in_xla(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
     def expert(e, x_QD, _):
         up_QGF = jnp.einsum("QD,DGF->QGF", x_QD, up_EDGF[e], preferred_element_type=jnp.float32)
         inner = (jax.nn.silu(up_QGF[:, 0]) * up_QGF[:, 1]).astype(x_QD.dtype)
@@ -51,56 +51,58 @@ def quickly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
     return mix_experts(x_TD, weights_TX, experts_TX, E, expert)
 
 
-def choices(rng, T: int, kind: str) -> np.ndarray:
-    """Which experts each row is sent to."""
+def draw_expert_ids(rng, T: int, kind: str) -> np.ndarray:
+    """Expert ids per row."""
     if kind == "one":  # every row on one expert and its neighbours
         return np.tile(np.arange(3, 3 + X), (T, 1))
-    if kind == "few":  # experts 1, 3 and 5 are never chosen
+    if kind == "few":  # experts 1, 3 and 5 are never selected
         return np.stack([rng.permutation([0, 2, 4]) for _ in range(T)])
     return np.stack([rng.permutation(E)[:X] for _ in range(T)])
 
 
 @pytest.mark.parametrize("kind", ["any", "one", "few"])
 @pytest.mark.parametrize("T", [1, 2, 15, BLOCK, BLOCK + 1, 32, 33, 70])
-def test_mix(T, kind):
+def test_mixture_matches_float64(T, kind):
     rng = np.random.default_rng(T)
     x = rng.standard_normal((T, D)).astype(np.float32)
-    experts = choices(rng, T, kind).astype(np.int32)
+    experts = draw_expert_ids(rng, T, kind).astype(np.int32)
     weights = rng.random((T, X)).astype(np.float32)
-    up, down = draw(T)
-    expected = slowly(x, weights, experts, up, down)
-    np.testing.assert_allclose(quickly(x, weights, experts, up, down), expected, atol=2e-6)
+    up, down = random_experts(T)
+    expected = reference_mixture(x, weights, experts, up, down)
+    np.testing.assert_allclose(mix_in_xla(x, weights, experts, up, down), expected, atol=2e-6)
 
 
-def test_an_expert_that_nobody_chose_is_never_read():
+def test_unselected_experts_are_never_read():
     rng = np.random.default_rng(0)
-    up, down = draw(0)
+    up, down = random_experts(0)
     up[[1, 3, 5]] = np.nan
     x = rng.standard_normal((9, D)).astype(np.float32)
     weights = np.ones((9, X), np.float32)
-    out = quickly(x, weights, choices(rng, 9, "few").astype(np.int32), up, down)
+    out = mix_in_xla(x, weights, draw_expert_ids(rng, 9, "few").astype(np.int32), up, down)
     assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.slow
-def test_a_row_does_not_depend_on_the_others(dtype):
-    """The same bits alone, in other company, in another order, and with its neighbours gone."""
+def test_mixture_is_batch_invariant(dtype):
+    """With other rows, in another order, and alone."""
     rng = np.random.default_rng(5)
-    up, down = (jnp.asarray(w, dtype) for w in draw(5))
+    up, down = (jnp.asarray(w, dtype) for w in random_experts(5))
     x = jnp.asarray(rng.standard_normal((70, D)), dtype)
-    experts = choices(rng, 70, "any").astype(np.int32)
+    experts = draw_expert_ids(rng, 70, "any").astype(np.int32)
     weights = rng.random((70, X)).astype(np.float32)
-    whole = np.asarray(quickly(x, weights, experts, up, down), np.float32)
+    expected = np.asarray(mix_in_xla(x, weights, experts, up, down), np.float32)
     for T in (1, 3, 16, 40, 70):
         for _ in range(3):
             rows = rng.permutation(70)[:T]
-            part = np.asarray(quickly(x[rows], weights[rows], experts[rows], up, down), np.float32)
-            np.testing.assert_array_equal(part, whole[rows])
+            actual = np.asarray(
+                mix_in_xla(x[rows], weights[rows], experts[rows], up, down), np.float32
+            )
+            np.testing.assert_array_equal(actual, expected[rows])
 
 
-def route_slowly(logits, moe: Moe, bias):
-    """One row: (expert, weight) of the chosen, best first."""
+def reference_route(logits, moe: Moe, bias):
+    """{expert: weight} of one row, best first."""
     logits = logits.astype(np.float64)
     if moe.score == "softmax_top":
         chosen = np.argsort(-logits)[: moe.top_k]
@@ -114,9 +116,9 @@ def route_slowly(logits, moe: Moe, bias):
     choice = scores if bias is None else scores + bias
     groups = choice.reshape(moe.groups, -1)
     best = groups.max(1) if moe.group_score == "max" else np.sort(groups, 1)[:, -2:].sum(1)
-    kept = np.argsort(-best)[: moe.top_groups]
+    allowed_groups = np.argsort(-best)[: moe.top_groups]
     size = moe.experts // moe.groups
-    allowed = [e for e in np.argsort(-choice) if e // size in kept]
+    allowed = [e for e in np.argsort(-choice) if e // size in allowed_groups]
     chosen = allowed[: moe.top_k]
     total = scores[chosen].sum() if moe.normalize else 1
     return {e: moe.scaling * scores[e] / total for e in chosen}
@@ -145,7 +147,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_route(name):
+def test_route_matches_float64(name):
     moe = RULES[name]
     rng = np.random.default_rng(7)
     logits = rng.standard_normal((50, moe.experts)).astype(np.float32) * 2
@@ -161,23 +163,23 @@ def test_route(name):
     )
     weights, experts = route(jnp.asarray(logits), jnp.ones(50, bool), rule, bias)
     for t in range(50):
-        expected = route_slowly(logits[t], moe, bias)
-        found = dict(
+        expected = reference_route(logits[t], moe, bias)
+        weight_by_expert = dict(
             zip(np.asarray(experts[t]).tolist(), np.asarray(weights[t]).tolist(), strict=True)
         )
-        assert set(found) == set(expected)
+        assert set(weight_by_expert) == set(expected)
         for e, weight in expected.items():
-            assert found[e] == pytest.approx(weight, rel=2e-6)
+            assert weight_by_expert[e] == pytest.approx(weight, rel=2e-6)
 
 
-def test_groups_with_negative_scores():
-    """A bias may push every score below zero; what is left out must still lose."""
+def test_excluded_groups_lose_to_negative_scores():
+    """A bias may make every score negative."""
     choice = jnp.asarray([[-1.0, -2.0, -9.0, -9.5, -5.0, -6.0, -3.0, -3.5]])
-    kept = np.asarray(limit_groups(choice, 4, 2, "top2"))[0]
-    assert np.isneginf(kept).tolist() == [False, False, True, True, True, True, False, False]
+    limited = np.asarray(limit_groups(choice, 4, 2, "top2"))[0]
+    assert np.isneginf(limited).tolist() == [False, False, True, True, True, True, False, False]
 
 
-def test_one_row_routed_like_many():
+def test_routing_is_batch_invariant():
     rng = np.random.default_rng(3)
     logits = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
     options = (
@@ -185,17 +187,17 @@ def test_one_row_routed_like_many():
         jnp.asarray(rng.standard_normal(16), jnp.float32),
     )
     live = jnp.arange(40) != 3
-    many = jax.jit(lambda x, live: route(x, live, *options))(logits, live)
-    one = jax.jit(lambda x, live: route(x, live, *options))(logits[17:18], live[17:18])
-    for a, b in zip(many, one, strict=True):
+    batch_outputs = jax.jit(lambda x, live: route(x, live, *options))(logits, live)
+    row_outputs = jax.jit(lambda x, live: route(x, live, *options))(logits[17:18], live[17:18])
+    for a, b in zip(batch_outputs, row_outputs, strict=True):
         np.testing.assert_array_equal(a[17], b[0])
-    assert many[1][3].tolist() == [16] * 4, "a row that is not live chose"
+    assert batch_outputs[1][3].tolist() == [16] * 4, "a row that is not live chose"
 
 
-def test_biases_clamp_and_scales():
-    """gpt-oss's experts and Gemma's scale for each, as the decoder puts them together."""
+def test_decoder_mixture_with_biases_clamp_and_expert_scales():
+    """Combines gpt-oss' experts with Gemma's scale per expert."""
     rng = np.random.default_rng(11)
-    T, up, down = 9, *draw(11)
+    T, up, down = 9, *random_experts(11)
     up = up * 4
     down = down * 4
     weights = MoeWeights(
@@ -213,19 +215,19 @@ def test_biases_clamp_and_scales():
     out, chosen = decoder.mix(
         moe, jax.tree.map(jnp.asarray, weights), jnp.asarray(x), jnp.asarray(x), jnp.asarray(live)
     )
-    assert not out[4].any() and (chosen[4] == E).all(), "padding chooses nobody"
+    assert not out[4].any() and (chosen[4] == E).all(), "padding selects no expert"
     clamped = 0
     for t in np.flatnonzero(live):
         row = x[t].astype(np.float64)
         total = np.zeros(D)
-        for e, weight in route_slowly(
+        for e, weight in reference_route(
             row @ weights.router_DE + weights.router_bias_E, moe, None
         ).items():
-            gate, both = (row @ up[e, :, g] + weights.up_bias_EGF[e, g] for g in range(2))
-            clamped += (gate > 2).sum() + (abs(both) > 2).sum()
+            gate, linear = (row @ up[e, :, g] + weights.up_bias_EGF[e, g] for g in range(2))
+            clamped += (gate > 2).sum() + (abs(linear) > 2).sum()
             gate = np.minimum(gate, 2)
-            both = np.clip(both, -2, 2)
-            inner = gate / (1 + np.exp(-1.702 * gate)) * (both + 1)
+            linear = np.clip(linear, -2, 2)
+            inner = gate / (1 + np.exp(-1.702 * gate)) * (linear + 1)
             total += (
                 weight * weights.expert_scale_E[e] * (inner @ down[e] + weights.down_bias_ED[e])
             )
@@ -243,6 +245,6 @@ def test_biases_clamp_and_scales():
         (Moe(4, 2, F, groups=4, top_groups=2, group_score="top2"), "groups have 1"),
     ],
 )
-def test_experts_that_cannot_be_chosen(moe, message):
+def test_impossible_expert_counts_are_rejected(moe, message):
     with pytest.raises(ModelError, match=message):
         check_moe(3, moe)

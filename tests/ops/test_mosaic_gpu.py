@@ -1,6 +1,4 @@
-"""The attention kernel for NVIDIA GPUs where there is none: in Pallas' interpreter, lowered, and
-compiled.
-"""
+"""The Hopper attention kernel: in Pallas' interpreter, lowered, and compiled."""
 
 from functools import partial
 
@@ -21,59 +19,68 @@ from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 attend = partial(hopper.attend, interpret=InterpretGPUParams(detect_races=True))
-CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
+CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # attention weights are rounded to bfloat16
 
-DECODE = [
+DECODE_SEQUENCES = [
     Sequence(1, 100, 1),
     Sequence(2, 3, 1),
     Sequence(3, 63, 1),
     Sequence(4, 0, 1),
     Sequence(5, 191, 1),
 ]
-MIXED = [Sequence(1, 100, 20), Sequence(2, 3, 1), Sequence(3, 40, 17)]
+MIXED_SEQUENCES = [Sequence(1, 100, 20), Sequence(2, 3, 1), Sequence(3, 40, 17)]
 
 
-def decoding(**more) -> Shape:
-    return Shape(**{"K": 2, "G": 4, "H": 64, "T": 6, "B": 6, "dtype": "bfloat16", **more})
+def decode_shape(**options) -> Shape:
+    return Shape(**{"K": 2, "G": 4, "H": 64, "T": 6, "B": 6, "dtype": "bfloat16", **options})
 
 
-def mixed(**more) -> Shape:
-    return decoding(**{"T": 44, "B": 4, **more})
+def mixed_shape(**options) -> Shape:
+    return decode_shape(**{"T": 44, "B": 4, **options})
 
 
-CASES = {  # each value of each parameter beside several of the others
-    "decoding": (decoding(), DECODE),
-    "decoding, cut": (decoding(K=1, T=1, B=1, sinks=True), [Sequence(77, 133, 1)]),
-    "decoding, a window": (decoding(K=1, window=40, sinks=True, soft_cap=3.0), DECODE),
-    "decoding, MHA": (decoding(K=3, G=1, soft_cap=3.0), DECODE),
-    "decoding, MQA": (decoding(K=1, G=8, H=128, S=32), DECODE),
-    "decoding, wide": (decoding(K=1, H=128, S=64, sinks=True), DECODE),
-    "decoding, long pages": (decoding(K=1, G=7, S=128, window=100), DECODE),
-    "decoding, several rows of one": (decoding(K=1), [Sequence(1, 125, 4), Sequence(2, 9, 1)]),
-    "decoding, width 256": (decoding(K=1, G=2, H=256), DECODE[:3]),
-    "decoding, int8": (decoding(K=4, G=2, S=32, codes="int8", window=100), DECODE),
-    "decoding, float8": (
-        decoding(K=4, G=2, H=128, S=32, codes="float8_e4m3fn", sinks=True),
-        DECODE[:3],
+CASES = {  # each parameter value occurs with several values of the others
+    "decoding": (decode_shape(), DECODE_SEQUENCES),
+    "decoding, cut": (decode_shape(K=1, T=1, B=1, sinks=True), [Sequence(77, 133, 1)]),
+    "decoding, a window": (
+        decode_shape(K=1, window=40, sinks=True, soft_cap=3.0),
+        DECODE_SEQUENCES,
     ),
-    "decoding, latent": (decoding(K=1, G=8, H=320, value_dim=256), DECODE),
-    "decoding, latent, many heads": (decoding(K=1, G=128, H=576, value_dim=512), DECODE[:2]),
-    "mixed": (mixed(), MIXED),
-    "mixed, width 256": (mixed(K=1, G=8, H=256), MIXED),
-    "mixed, int8": (mixed(K=4, G=1, S=32, codes="int8"), MIXED),
+    "decoding, MHA": (decode_shape(K=3, G=1, soft_cap=3.0), DECODE_SEQUENCES),
+    "decoding, MQA": (decode_shape(K=1, G=8, H=128, S=32), DECODE_SEQUENCES),
+    "decoding, wide": (decode_shape(K=1, H=128, S=64, sinks=True), DECODE_SEQUENCES),
+    "decoding, long pages": (decode_shape(K=1, G=7, S=128, window=100), DECODE_SEQUENCES),
+    "decoding, several rows of one": (decode_shape(K=1), [Sequence(1, 125, 4), Sequence(2, 9, 1)]),
+    "decoding, width 256": (decode_shape(K=1, G=2, H=256), DECODE_SEQUENCES[:3]),
+    "decoding, int8": (decode_shape(K=4, G=2, S=32, codes="int8", window=100), DECODE_SEQUENCES),
+    "decoding, float8": (
+        decode_shape(K=4, G=2, H=128, S=32, codes="float8_e4m3fn", sinks=True),
+        DECODE_SEQUENCES[:3],
+    ),
+    "decoding, latent": (decode_shape(K=1, G=8, H=320, value_dim=256), DECODE_SEQUENCES),
+    "decoding, latent, many heads": (
+        decode_shape(K=1, G=128, H=576, value_dim=512),
+        DECODE_SEQUENCES[:2],
+    ),
+    "mixed": (mixed_shape(), MIXED_SEQUENCES),
+    "mixed, width 256": (mixed_shape(K=1, G=8, H=256), MIXED_SEQUENCES),
+    "mixed, int8": (mixed_shape(K=4, G=1, S=32, codes="int8"), MIXED_SEQUENCES),
     "mixed, latent": (
-        mixed(K=1, G=16, H=320, value_dim=256, T=26),
+        mixed_shape(K=1, G=16, H=320, value_dim=256, T=26),
         [Sequence(1, 100, 17), Sequence(2, 3, 6)],
     ),
-    "mixed, a window": (mixed(K=1, G=6, H=128, S=32, window=24, sinks=True, soft_cap=2.0), MIXED),
-    "mixed, MHA": (mixed(G=1, S=64, K=1), MIXED),
+    "mixed, a window": (
+        mixed_shape(K=1, G=6, H=128, S=32, window=24, sinks=True, soft_cap=2.0),
+        MIXED_SEQUENCES,
+    ),
+    "mixed, MHA": (mixed_shape(G=1, S=64, K=1), MIXED_SEQUENCES),
     "mixed, a wide group": (
-        mixed(K=1, G=60, T=12, S=128),
+        mixed_shape(K=1, G=60, T=12, S=128),
         [Sequence(1, 100, 7), Sequence(2, 3, 1)],
     ),
 }
 
-QUICK = [
+ALWAYS_TESTED = [
     "decoding, cut",
     "decoding, a window",
     "decoding, int8",
@@ -86,108 +93,106 @@ QUICK = [
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Contexts are cut early, and there is room for two blocks only."""
+def small_spans(monkeypatch):
+    """Use short spans, and a pipeline of two blocks."""
     monkeypatch.setattr(task, "SPAN", 64)
     monkeypatch.setattr(task, "SPANS", 2)
     monkeypatch.setattr(task.KernelShape, "stages", 2)
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", thinned(CASES, QUICK))
+@pytest.mark.parametrize("name", thinned(CASES, ALWAYS_TESTED))
 @pytest.mark.slow
-def test_against_float64(name):
-    """Each row is right, and no access races with another."""
+def test_attention_matches_float64(name):
+    """All rows match, and no accesses race."""
     shape, sequences = CASES[name]
     check(shape, sequences, np.random.default_rng(0), attend, CLOSE)
     assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     thinned(
         [{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}],
         [{"sinks": True}],
     ),
     ids=str,
 )
-def test_the_same_bits_in_any_step(more):
-    """A row's result does not depend on its company, on its chunk, or on whether its context
-    was cut.
-    """
-    wanted: dict[int, bytes] = {}
+def test_attention_is_batch_and_chunk_invariant(options):
+    """A row's output does not depend on other rows, its chunk, or whether its context is split."""
+    expected_bits: dict[int, bytes] = {}
 
-    def compare(T: int, B: int, start: int, rows: int, others: list[Sequence]) -> None:
-        shape = decoding(K=1, T=T, B=B, **more)
-        case = build(shape, [*others, Sequence(77, start, rows)], np.random.default_rng(start))
+    def compare(T: int, B: int, start: int, rows: int, other_sequences: list[Sequence]) -> None:
+        shape = decode_shape(K=1, T=T, B=B, **options)
+        case = build(
+            shape, [*other_sequences, Sequence(77, start, rows)], np.random.default_rng(start)
+        )
         out, _ = run(shape, case, attend)
         for offset, row in enumerate(out[case.places[-1]]):
-            assert wanted.setdefault(start + offset, row.tobytes()) == row.tobytes(), (
+            assert expected_bits.setdefault(start + offset, row.tobytes()) == row.tobytes(), (
                 start,
                 offset,
                 T,
             )
 
-    compare(20, 2, 120, 18, [])  # over the end of a span
+    compare(20, 2, 120, 18, [])  # crosses the end of a span
     compare(20, 2, 130, 4, [Sequence(3, 60, 7)])
     compare(1, 1, 133, 1, [])
-    compare(4, 4, 137, 1, DECODE[:2])
-    # even shares, so that no context is cut
-    compare(6, 6, 133, 1, [Sequence(other, 130, 1) for other in range(5)])
+    compare(4, 4, 137, 1, DECODE_SEQUENCES[:2])
+    # equal work items, so no context is split
+    compare(6, 6, 133, 1, [Sequence(seed, 130, 1) for seed in range(5)])
 
 
-@pytest.mark.parametrize("ahead", thinned([8, 2], []))
-def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
-    """Whichever processor it is, the bits are the same, and the next layer finds zeros where they
-    counted.
-    """
+@pytest.mark.parametrize("num_ahead", thinned([8, 2], []))
+def test_merge_does_not_depend_on_the_order_of_processors(num_ahead, monkeypatch):
+    """The outputs are bit-identical, and the arrival counters are zero for the next layer."""
     monkeypatch.setattr(task, "SPANS", 4)
-    monkeypatch.setattr(merge, "UNROLL", ahead)  # spans that are read at once, and heads
-    monkeypatch.setattr(merge, "MAX_LOADS", 2 * ahead)
-    shape = decoding(K=1, G=10, T=2, B=2, sinks=True)
+    monkeypatch.setattr(merge, "UNROLL", num_ahead)  # spans read ahead, and heads
+    monkeypatch.setattr(merge, "MAX_LOADS", 2 * num_ahead)
+    shape = decode_shape(K=1, G=10, T=2, B=2, sinks=True)
     case = build(shape, [Sequence(77, 190, 1), Sequence(3, 140, 1)], np.random.default_rng(0))
     axis_index = JaxprInterpreter._interpret_axis_index_p
-    found = []
+    outputs = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
 
-        def turned(self, eqn, order=order):
+        def reordered_axis_index(self, eqn, order=order):
             index = axis_index(self, eqn)
             return jnp.asarray(order)[index] if eqn.params["axis_name"] == "processor" else index
 
         def layers(q, k, v, pages, rows, params, sinks_N=None):
             rows = rows.replace(arrivals=paged.new_arrivals(3))
-            one, pages = attend(q, k, v, pages, rows, params, sinks_N)
-            other, pages = attend(q, k, v, pages, rows, params, sinks_N)
-            counted = jnp.broadcast_to(jnp.max(jnp.abs(rows.arrivals[...])), one.shape).astype(
-                one.dtype
-            )
-            return jnp.stack([one, other, counted]), pages
+            first_out, pages = attend(q, k, v, pages, rows, params, sinks_N)
+            second_out, pages = attend(q, k, v, pages, rows, params, sinks_N)
+            max_count = jnp.broadcast_to(
+                jnp.max(jnp.abs(rows.arrivals[...])), first_out.shape
+            ).astype(first_out.dtype)
+            return jnp.stack([first_out, second_out, max_count]), pages
 
-        monkeypatch.setattr(JaxprInterpreter, "_interpret_axis_index_p", turned)
+        monkeypatch.setattr(JaxprInterpreter, "_interpret_axis_index_p", reordered_axis_index)
         out, _ = run(shape, case, layers)
         assert not gpu_callbacks.get_races().races_found
         assert out[0].tobytes() == out[1].tobytes() and not out[2].any()
-        found.append(out[0].tobytes())
-    assert len(set(found)) == 1
+        outputs.append(out[0].tobytes())
+    assert len(set(outputs)) == 1
 
 
 @pytest.mark.parametrize(("window", "codes"), [(70, None), (None, "int8")])
 @pytest.mark.slow
-def test_a_context_is_copied_once(window, codes, monkeypatch):
-    """In blocks of 64 positions, with their scales; and the queries."""
-    shape = decoding(K=4, G=2, S=32, codes=codes, window=window)
+def test_context_is_copied_once(window, codes, monkeypatch):
+    """Keys and values in blocks of 64 positions, their scales, and the queries."""
+    shape = decode_shape(K=4, G=2, S=32, codes=codes, window=window)
     sequences = [Sequence(1, 127, 1), Sequence(2, 63, 1), Sequence(3, 179, 1)]
-    first = 1 if window else 0  # of the blocks that the last one sees
-    copied = copies.record_copies(monkeypatch)
+    num_hidden_blocks = 1 if window else 0  # blocks of the last sequence outside of its window
+    copied_blocks = copies.record_copies(monkeypatch)
     run(shape, build(shape, sequences, np.random.default_rng(0)), attend)
-    positions = 64 * (2 + 1 + 3 - first)
+    positions = 64 * (2 + 1 + 3 - num_hidden_blocks)
     keys = positions * shape.K * (shape.H * 2 if codes is None else shape.H + 4)
     queries = 3 * 8 * shape.H * 2
-    assert sum(part.nbytes for part in copied) == 2 * keys + queries
+    assert sum(block.nbytes for block in copied_blocks) == 2 * keys + queries
 
 
-# What is lowered for a device, at the sizes that are served.
-PRODUCTION = {
+# Shapes in production, which are lowered for a GPU
+PRODUCTION_SHAPES = {
     "Llama-3-8B, decoding": Shape(K=8, G=4, H=128, T=64, B=64),
     "Llama-3-8B, a chunk": Shape(K=8, G=4, H=128, T=2048, B=64),
     "Mistral, decoding": Shape(K=8, G=4, H=128, T=64, B=64, window=4096),
@@ -209,7 +214,7 @@ PRODUCTION = {
     "MHA, long pages": Shape(K=32, G=1, H=128, S=128, T=64, B=64, soft_cap=50.0),
 }
 
-LOWERED = [
+ALWAYS_LOWERED = [
     "gpt-oss, decoding",
     "Gemma-3, a chunk",
     "DeepSeek-V3, decoding",
@@ -219,7 +224,7 @@ LOWERED = [
 
 def step_of(name: str):
     """(a step of attention, the shapes of its arguments)."""
-    shape = PRODUCTION[name]
+    shape = PRODUCTION_SHAPES[name]
 
     def array(*sizes: int, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -256,7 +261,7 @@ def step_of(name: str):
     )
 
 
-@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
+@pytest.mark.parametrize("name", thinned(PRODUCTION_SHAPES, ALWAYS_LOWERED))
 @pytest.mark.slow
 def test_lowers_for_cuda(name, monkeypatch):
     monkeypatch.undo()
@@ -267,19 +272,17 @@ def test_lowers_for_cuda(name, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def steps():
-    return kernels_ahead.compile_some(__file__, PRODUCTION, LOWERED)
+def hopper_steps():
+    return kernels_ahead.compile_some(__file__, PRODUCTION_SHAPES, ALWAYS_LOWERED)
 
 
 @pytest.mark.slow
 @kernels_ahead.needs_compiler
-@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
-def test_compiles_for_hopper(name, steps):
-    """To SASS: it fits, products are not made to wait for each other, and no more than two
-    addresses are spilled.
-    """
-    assert steps[name].kernels
-    for kernel in steps[name].kernels:
+@pytest.mark.parametrize("name", thinned(PRODUCTION_SHAPES, ALWAYS_LOWERED))
+def test_compiles_for_hopper(name, hopper_steps):
+    """Compiled to SASS: fits, does not serialise `wgmma`, and spills at most two addresses."""
+    assert hopper_steps[name].kernels
+    for kernel in hopper_steps[name].kernels:
         print(
             "|",
             name,

@@ -1,4 +1,4 @@
-"""MXFP4 against a decoder that spells out every bit of a four-bit float."""
+"""MXFP4 against a decoder of the bits of E2M1 floats."""
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +25,23 @@ def e2m1(code: int) -> float:
     return -magnitude if sign else magnitude
 
 
-def decode_slowly(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Bytes, as `four_bits.py` describes them, and [D / 32, F] scales, value by value in
-    float64.
-    """
+def reference_decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Decode bytes (see `four_bits.py`) and [D / 32, F] scales value by value in float64."""
     D = 32 * len(scales)
     F = scales.shape[1]
     side = min(D, 128)
     out = np.zeros((D, F))
     for d in range(D):
-        half, place = divmod(d - min(d // side * side, D - side), side // 2)
+        half, offset = divmod(d - min(d // side * side, D - side), side // 2)
         for f in range(F):
-            code = int(blocks[d // side * (side // 2) + place, f]) >> 4 * half & 15
+            code = int(blocks[d // side * (side // 2) + offset, f]) >> 4 * half & 15
             out[d, f] = e2m1(code) * 2.0 ** (int(scales[d // 32, f]) - 127)
     return out
 
 
-def test_the_sixteen_values():
+def test_all_sixteen_codes():
     assert [e2m1(code) for code in range(8)] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    # each code once in a low half, the high halves hold zero
+    # each code once in the low nibbles; the high nibbles are zero
     blocks = np.arange(16, dtype=np.uint8)[:, None]
     values = decode(jnp.asarray(blocks), jnp.full((1, 1), 127, jnp.uint8))
     assert values.shape == (32, 1)
@@ -52,10 +50,10 @@ def test_the_sixteen_values():
 
 
 @pytest.mark.parametrize(("D", "half"), [(32, 16), (96, 48), (128, 64), (160, 128), (320, 192)])
-def test_decode(D, half):
+def test_decode_matches_the_reference(D, half):
     rng = np.random.default_rng(D)
     blocks = rng.integers(0, 256, (5, half, 7), np.uint8)
-    # values that float32 holds without subnormals
+    # scales whose values are normal in float32
     scales = rng.integers(3, 252, (5, D // 32, 7), np.uint8)
     node = Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))
     take = jax.jit(lambda node, e: node[e])
@@ -63,24 +61,26 @@ def test_decode(D, half):
         dense = take(node, e)
         assert (dense.dtype, dense.shape) == (jnp.bfloat16, (D, 7))
         np.testing.assert_array_equal(
-            np.asarray(dense, np.float64), decode_slowly(blocks[e], scales[e])
+            np.asarray(dense, np.float64), reference_decode(blocks[e], scales[e])
         )
 
 
-def test_more_axes():
-    """Gate and up lie side by side after the axis that is summed over."""
+def test_decode_of_stacked_gate_and_up():
+    """Gate and up are the axis after the inputs."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (1, 16, 2, 5), np.uint8)
     scales = rng.integers(120, 130, (1, 1, 2, 5), np.uint8)
-    whole = np.asarray(Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))[0], np.float32)
+    values = np.asarray(Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))[0], np.float32)
     for g in range(2):
-        np.testing.assert_array_equal(whole[:, g], decode_slowly(blocks[0, :, g], scales[0, :, g]))
+        np.testing.assert_array_equal(
+            values[:, g], reference_decode(blocks[0, :, g], scales[0, :, g])
+        )
 
 
 @pytest.mark.parametrize(("into", "out"), [(64, (5,)), (128, (2, 3)), (320, (2, 3))])
 @pytest.mark.slow
-def test_blocks_of_a_checkpoint(into, out):
-    """A byte has neighbouring inputs there; rows of gate and up take turns."""
+def test_checkpoint_blocks_are_converted(into, out):
+    """Checkpoints pack neighbouring inputs into a byte and interleave gate and up."""
     rng = np.random.default_rng(0)
     E = 2
     rows = int(np.prod(out))
@@ -92,39 +92,40 @@ def test_blocks_of_a_checkpoint(into, out):
     node = Mxfp4(jnp.asarray(stored.nibbles.turn(blocks)), jnp.asarray(stored.scales.turn(scales)))
     assert node.nibbles.shape == spec.nibbles.shape and node.scales.shape == spec.scales.shape
     for e in range(E):
-        found = np.asarray(node[e], np.float32).reshape(into, *out)
+        values = np.asarray(node[e], np.float32).reshape(into, *out)
         for k in range(into):
             for row in range(rows):
                 code = int(blocks[e, row, k // 32, k % 32 // 2]) >> 4 * (k % 2) & 15
-                place = divmod(row, 2)[::-1] if len(out) == 2 else (row,)
-                assert found[k, *place] == e2m1(code) * 2.0 ** (int(scales[e, row, k // 32]) - 127)
+                position = divmod(row, 2)[::-1] if len(out) == 2 else (row,)
+                assert values[k, *position] == e2m1(code) * 2.0 ** (
+                    int(scales[e, row, k // 32]) - 127
+                )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float32", 1e-5)])
-def test_by_the_kernels(tmp_path, dtype, tolerance):
-    """A model has the logits that it has where XLA decodes the experts, up to rounding in its
-    dtype.
-    """
+def test_kernel_logits_match_xla(tmp_path, dtype, tolerance):
+    """Up to rounding in the model's dtype."""
     if not native.serves():
         pytest.skip("no compiler")
-    made = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
-    config = loader.read_config(made.folder, dtype)
+    golden = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
+    config = loader.read_config(golden.folder, dtype)
     decoded, tiled = (
-        loader.load(made.folder, config, skip_packing=plain) for plain in (True, False)
+        loader.load(golden.folder, config, skip_packing=skip_packing)
+        for skip_packing in (True, False)
     )
     experts = tiled.layers[0].moe.up_EDGF
     assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(experts, PackedStack)
     assert experts.node.float_rows == (dtype == "float32")
-    prompt = jnp.array([made.prompts[0]])
-    wanted, found = (
+    prompt = jnp.array([golden.prompts[0]])
+    expected, actual = (
         np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)
         for weights in (decoded, tiled)
     )
-    assert np.median(np.abs(found - wanted)) < tolerance * wanted.std()
+    assert np.median(np.abs(actual - expected)) < tolerance * expected.std()
 
 
-def test_specs():
-    """Packed weights are small, random ones of the size that dense ones would have."""
+def test_specs_are_small_and_random_weights_have_the_usual_size():
+    """Random weights have the standard deviation of dense ones."""
     dense = ArraySpec(
         (3, 256, 2, 64), jnp.bfloat16, ("experts", "embed", None, "ffn"), fan_in=256, stacked=True
     )
@@ -138,6 +139,6 @@ def test_specs():
     assert packed(None, dense) is dense
 
 
-def test_an_axis_that_does_not_divide():
+def test_inputs_must_divide_into_blocks():
     with pytest.raises(ValueError, match="an axis of 48 does not divide into blocks of 32"):
         packed("mxfp4", ArraySpec((2, 48, 8), jnp.bfloat16, (None, None, None), stacked=True))

@@ -1,6 +1,4 @@
-"""The kernels on ARM, emulated: random cases for each instruction set, on a processor that has no
-more than that.
-"""
+"""The kernels on emulated ARM processors: random cases for each instruction set."""
 
 import subprocess
 from pathlib import Path
@@ -15,7 +13,7 @@ from quire.tests.support.cases import cases
 RUNS = str(cases(3))
 CASES = sorted(Path(__file__).parent.glob("native_*_cases.cc"))
 PROCESSORS = {"neon": "cortex-a57", "dotprod": "neoverse-n1", "bf16": "max"}
-FEATURES = {  # as Linux calls them
+FEATURES = {  # names in /proc/cpuinfo
     "cortex-a57": "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid",
     "neoverse-n1": (
         "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm "
@@ -41,9 +39,9 @@ int main(int count, char** names) {
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def run(*command: str | Path) -> str:
         ("neoverse-v1", ["bf16", "dotprod", "neon"]),
     ],
 )
-def test_chosen_by_what_linux_says(processor, able, monkeypatch):
+def test_instruction_set_follows_linux_cpu_features(processor, able, monkeypatch):
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(
         build, "cpu_info", lambda *names: (FEATURES[processor],) if "Features" in names else ()
@@ -67,7 +65,7 @@ def test_chosen_by_what_linux_says(processor, able, monkeypatch):
 @pytest.mark.nightly  # a compilation takes minutes
 @pytest.mark.parametrize("isa", PROCESSORS)
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_cases(isa, path, tmp_path):
+def test_kernel_cases_pass_in_the_emulator(isa, path, tmp_path):
     needed(COMPILER, EMULATOR)
     program = tmp_path / "cases"
     flags = [*build.FLAGS, *build.named(isa).flags, "-pthread", "-static"]
@@ -78,22 +76,22 @@ def test_cases(isa, path, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("isa", PROCESSORS)
-def test_libraries_load(isa, tmp_path):
-    """As they are shipped, with everything that they ask the system for."""
+def test_shipped_libraries_load(isa, tmp_path):
+    """The shipped libraries load with all their system dependencies."""
     needed(COMPILER, EMULATOR)
-    made = [
+    paths = [
         build.built([COMPILER], isa, name, tmp_path)
         for name in ("probe", "pack", "blank", "residual", "sampling")
     ]
     (tmp_path / "load.cc").write_text(LOAD)
     run(COMPILER, tmp_path / "load.cc", "-o", tmp_path / "load")
-    root = Path("/usr/aarch64-linux-gnu")  # where Debian's cross compiler has its libraries
-    found = run(
+    root = Path("/usr/aarch64-linux-gnu")  # library folder of Debian's cross compiler
+    output = run(
         EMULATOR,
         "-cpu",
         PROCESSORS[isa],
         *(["-L", root] if root.exists() else []),
         tmp_path / "load",
-        *made,
+        *paths,
     )
-    assert found.split() == ["permitted", "other", "kernel", "kernel", "kernel"]
+    assert output.split() == ["permitted", "other", "kernel", "kernel", "kernel"]

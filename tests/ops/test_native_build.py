@@ -1,6 +1,4 @@
-"""Building the kernels: once for a machine, side by side, into a private folder, by many at once,
-or not at all.
-"""
+"""Building the CPU kernels: caching, parallel builds, concurrent processes and failures."""
 
 import json
 import logging
@@ -54,8 +52,8 @@ exec {command} "$@"
 
 
 @pytest.fixture
-def small(monkeypatch, tmp_path):
-    """Libraries of one short source each, so that building them takes no time."""
+def small_sources(monkeypatch, tmp_path):
+    """Libraries of one short source each, which build quickly."""
     folder = tmp_path / "sources"
     folder.mkdir()
     for name, text in SOURCES.items():
@@ -67,20 +65,20 @@ def small(monkeypatch, tmp_path):
     monkeypatch.delenv("QUIRE_KERNELS", raising=False)
     monkeypatch.setattr(native, "library_builds", {})
     monkeypatch.setattr(native, "builders", ThreadPoolExecutor(4))
-    forget()
+    clear_caches()
     yield folder
-    # a build that outlived the test would leave its library among the real ones
+    # wait for builds, which would otherwise write into the real cache
     native.builders.shutdown()
-    forget()
+    clear_caches()
 
 
-def forget():
+def clear_caches():
     for cached in (build.source_hash, native.choose, native.explain):
         cached.cache_clear()
 
 
 def slow_compiler(folder: Path, ready: str) -> str:
-    """A compiler that waits until a condition holds, half a minute at most, and keeps count."""
+    """A compiler that waits up to 30 s until a condition holds, and logs its calls."""
     script = folder / "slow.sh"
     script.write_text(
         COMPILER.format(folder=folder, ready=ready.format(folder=folder), command=" ".join(COMMAND))
@@ -92,7 +90,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_every_variant_has_its_source():
+def test_every_variant_has_a_source():
     for source, *_ in build.VARIANTS.values():
         assert (build.SOURCES / source).exists()
     assert {source for source, *_ in build.VARIANTS.values()} == {
@@ -104,22 +102,22 @@ def test_every_variant_has_its_source():
         *(kernel for name in formats for kernel in quant.kernels(name)),
     }
     products |= {*kernel_names.ROUNDING.values(), *kernel_names.FLOAT_ROWS.values()}
-    others = {
+    other_kernels = {
         *kernel_names.ATTENTION.values(),
         kernel_names.SAMPLING,
         kernel_names.DELTA_NET,
         "heads",
         "residual",
     }
-    others |= {kernel_names.ADAPTER, "blank", "unpack", "probe", "pack"}
-    assert products | others == {*build.VARIANTS}
+    other_kernels |= {kernel_names.ADAPTER, "blank", "unpack", "probe", "pack"}
+    assert products | other_kernels == {*build.VARIANTS}
 
 
 @pytest.mark.parametrize("isa", build.ISAS.get(platform.machine(), ()))
 @pytest.mark.parametrize("variant", ["dense_bf16", "int4", "int8_weights", "int4_f32", "fp8_f32"])
 @pytest.mark.slow
-def test_products_are_well_formed_for_every_instruction_set(isa, variant):
-    """Also for those that this machine lacks, and for which nothing else is compiled here."""
+def test_products_compile_for_every_instruction_set(isa, variant):
+    """Also for instruction sets that this machine lacks."""
     source, *defines = build.VARIANTS[variant]
     flags = [
         *build.FLAGS,
@@ -132,33 +130,33 @@ def test_products_are_well_formed_for_every_instruction_set(isa, variant):
     build.run([*COMMAND, *flags, str(build.SOURCES / source)], variant)
 
 
-def test_built_once_and_kept_private(small, monkeypatch):
+def test_library_is_built_once_in_a_private_folder(small_sources, monkeypatch):
     path = build.library(ISA, "attention_f32")
     state = path.parent.stat()
     assert stat.S_IMODE(state.st_mode) == 0o700 and list(path.parent.iterdir()) == [path]
-    other = build.library(ISA, "dense_f32")
-    assert set(path.parent.iterdir()) == {path, other}
+    other_path = build.library(ISA, "dense_f32")
+    assert set(path.parent.iterdir()) == {path, other_path}
     monkeypatch.setattr(build, "compile_into", lambda *_: pytest.fail("built twice"))
     assert build.library(ISA, "attention_f32") == path
 
 
-def test_another_source_compiler_or_instruction_set_is_another_library(small, monkeypatch):
-    isa, *others = build.choices()
-    seen = {build.key(COMMAND, isa)}
-    for other in others:
-        seen.add(build.key(COMMAND, other))
-    seen.add(build.key([*COMMAND, "-g"], isa))
-    (small / "one.cc").write_text("int other;\n")
+def test_library_key_depends_on_source_compiler_and_instruction_set(small_sources, monkeypatch):
+    isa, *other_isas = build.choices()
+    keys = {build.key(COMMAND, isa)}
+    for other_isa in other_isas:
+        keys.add(build.key(COMMAND, other_isa))
+    keys.add(build.key([*COMMAND, "-g"], isa))
+    (small_sources / "one.cc").write_text("int other;\n")
     build.source_hash.cache_clear()
-    seen.add(build.key(COMMAND, isa))
+    keys.add(build.key(COMMAND, isa))
     monkeypatch.setattr(build, "VARIANTS", {**VARIANTS, "attention_f32": ("one.cc", "-DVALUE=9")})
     build.source_hash.cache_clear()
-    seen.add(build.key(COMMAND, isa))
-    assert len(seen) == 4 + len(others)
+    keys.add(build.key(COMMAND, isa))
+    assert len(keys) == 4 + len(other_isas)
 
 
-@pytest.mark.parametrize("place", ["key", "prebuilt"])
-def test_native_flags_mean_this_processor(small, monkeypatch, place):
+@pytest.mark.parametrize("cache_kind", ["key", "prebuilt"])
+def test_key_of_native_flags_depends_on_the_processor(small_sources, monkeypatch, cache_kind):
     def name(flag: str, cpu: str) -> str:
         monkeypatch.setattr(
             build, "ISAS", {build.platform.machine(): {"arm": build.Isa((flag,), frozenset())}}
@@ -166,7 +164,7 @@ def test_native_flags_mean_this_processor(small, monkeypatch, place):
         monkeypatch.setattr(build, "cpu_info", lambda *_: (cpu,))
         return (
             build.key(COMMAND, "arm")
-            if place == "key"
+            if cache_kind == "key"
             else build.prebuilt(Path("ready"), "arm").name
         )
 
@@ -175,7 +173,7 @@ def test_native_flags_mean_this_processor(small, monkeypatch, place):
     assert name("-mcpu=armv8", "sve") == name("-mcpu=armv8", "neon")
 
 
-def test_a_folder_that_others_can_write_to_is_refused(small):
+def test_cache_folder_writable_by_others_is_rejected(small_sources):
     folder = build.cache_folder()
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -183,8 +181,8 @@ def test_a_folder_that_others_can_write_to_is_refused(small):
         build.library(ISA, "pack")
 
 
-def test_a_source_that_does_not_compile(small):
-    (small / "two.cc").write_text("int x = oops;\n")
+def test_compile_error_is_reported_in_one_line(small_sources):
+    (small_sources / "two.cc").write_text("int x = oops;\n")
     build.source_hash.cache_clear()
     with pytest.raises(
         NotImplementedError, match=r"could not compile the kernel dense_f32: .*error.*oops"
@@ -195,10 +193,10 @@ def test_a_source_that_does_not_compile(small):
     assert build.library(ISA, "attention_f32").exists()
 
 
-def test_one_that_fails_leaves_the_others(small, caplog):
-    """Its products stay XLA's, the log says why once, and the rest is in use."""
-    (small / "two.cc").write_text("int x = oops;\n")
-    forget()
+def test_failed_kernel_does_not_disable_the_others(small_sources, caplog):
+    """XLA runs the failed kernel's products, and one warning says why."""
+    (small_sources / "two.cc").write_text("int x = oops;\n")
+    clear_caches()
     leaf = np.ones((32, 16), np.float32)
     spec = ArraySpec((32, 16), np.float32, (None, None), fan_in=32, inputs=(0,))
     with caplog.at_level(logging.WARNING):
@@ -214,15 +212,15 @@ def test_one_that_fails_leaves_the_others(small, caplog):
         native.target("dense_f32")
 
 
-def test_attention_falls_back_to_xla(small):
-    (small / "one.cc").write_text("#if VALUE == 2\nint x = oops;\n#endif\n")
-    forget()
-    assert "xla; native declines: " in (said := dict(collect_env.attention())["full"])
-    assert "could not compile the kernel attention_bf16" in said
+def test_attention_falls_back_to_xla(small_sources):
+    (small_sources / "one.cc").write_text("#if VALUE == 2\nint x = oops;\n#endif\n")
+    clear_caches()
+    assert "xla; native declines: " in (report := dict(collect_env.attention())["full"])
+    assert "could not compile the kernel attention_bf16" in report
     assert native.has("attention_f32")
 
 
-def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
+def test_missing_compiler_is_reported_in_one_line(monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
     with pytest.raises(
@@ -232,7 +230,7 @@ def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         native.explain.cache_clear()
         monkeypatch.setattr(
-            native, "choose", lambda wish: NotImplementedError("there is no C++ compiler")
+            native, "choose", lambda isa: NotImplementedError("there is no C++ compiler")
         )
         assert not native.serves() and not native.serves()
     assert [r.message for r in caplog.records] == [
@@ -240,13 +238,13 @@ def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
     ]
 
 
-def test_off_is_no_warning(monkeypatch, caplog):
+def test_quire_native_off_logs_nothing(monkeypatch, caplog):
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     assert native.prepare(["pack"]).result() is False
     assert not native.serves() and not native.has("pack") and not caplog.records
 
 
-def test_an_instruction_set_that_is_not_there(monkeypatch):
+def test_unavailable_instruction_set_is_rejected(monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE", "mmx")
     with pytest.raises(
         NotImplementedError, match="this processor has no 'mmx'; it can be .*baseline"
@@ -254,7 +252,7 @@ def test_an_instruction_set_that_is_not_there(monkeypatch):
         native.instruction_set()
 
 
-def test_what_is_prepared_is_built_meanwhile_and_once(small, monkeypatch, tmp_path):
+def test_prepared_kernels_are_built_once_in_the_background(small_sources, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", slow_compiler(tmp_path, "test -e {folder}/go"))
     begun = native.prepare(["attention_f32"])
     with ThreadPoolExecutor() as threads:
@@ -271,8 +269,8 @@ def test_what_is_prepared_is_built_meanwhile_and_once(small, monkeypatch, tmp_pa
     assert native.prepare(["attention_f32"]).result() is False  # nothing is left to compile
 
 
-def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
-    """Each compiler waits until there are two."""
+def test_variants_are_built_in_parallel(small_sources, monkeypatch, tmp_path):
+    """Each compiler waits until two are running."""
     monkeypatch.setenv("CXX", slow_compiler(tmp_path, 'test "$(wc -l < {folder}/compiled)" -ge 2'))
     native.prepare(["attention_f32", "attention_bf16"])
     assert [native.library(name).value() for name in ("attention_f32", "attention_bf16")] == [1, 2]
@@ -322,7 +320,7 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
         ),
     ],
 )
-def test_what_a_model_calls(model, kernels):
+def test_kernels_that_a_model_needs(model, kernels):
     assert sorted(model_kernels.kernels_for_model(*model)) == sorted(
         ["blank", "heads", "residual", "unpack", *kernels.split()]
     )
@@ -341,46 +339,51 @@ with ThreadPoolExecutor() as threads:
 """
 
 
-def test_many_processes_at_once(small):
-    command = [sys.executable, "-c", CHILD, str(small), json.dumps(VARIANTS)]
+def test_concurrent_processes_build_once(small_sources):
+    command = [sys.executable, "-c", CHILD, str(small_sources), json.dumps(VARIANTS)]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    found = {run.communicate(timeout=900)[0] for run in runs}
-    assert all(run.returncode == 0 for run in runs) and len(found) == 1
-    paths = {Path(line) for line in found.pop().split()}
+    outputs = {run.communicate(timeout=900)[0] for run in runs}
+    assert all(run.returncode == 0 for run in runs) and len(outputs) == 1
+    paths = {Path(line) for line in outputs.pop().split()}
     (folder,) = {path.parent for path in paths}
     assert set(folder.iterdir()) == paths and len(paths) == len(VARIANTS)
 
 
-def test_built_ahead_for_a_place_without_a_compiler(small, tmp_path, monkeypatch):
+def test_prebuilt_kernels_need_no_compiler(small_sources, tmp_path, monkeypatch):
     ready = tmp_path / "ready"
-    made = [
+    paths = [
         build.built(COMMAND, ISA, name, build.prebuilt(build.private(ready), ISA))
         for name in VARIANTS
     ]
     ready.chmod(0o555)
     monkeypatch.setenv("QUIRE_KERNELS", str(ready))
     monkeypatch.setattr(build, "compiler", lambda: pytest.fail("looked for a compiler"))
-    assert [build.library(ISA, name) for name in VARIANTS] == made
-    assert all(os.access(path, os.R_OK) for path in made)
+    assert [build.library(ISA, name) for name in VARIANTS] == paths
+    assert all(os.access(path, os.R_OK) for path in paths)
 
 
-def test_command_builds_every_variant(tmp_path):
-    """By a compiler that only makes the file."""
+def test_build_kernels_command_builds_every_variant(tmp_path):
+    """With a compiler that only creates the output file."""
     fake = tmp_path / "fake.sh"
     fake.write_text('for last in "$@"; do :; done\ncase "$last" in *.so) touch "$last";; esac\n')
     run = subprocess.run(
         [sys.executable, "-m", "quire", "build-kernels", "--out", str(tmp_path / "ready")],
-        env={**os.environ, "CXX": f"sh {fake}"}, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        env={**os.environ, "CXX": f"sh {fake}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert run.returncode == 0, run.stderr
     folder = build.prebuilt(tmp_path / "ready", ISA)
     assert run.stdout.split() == [str(folder / f"{name}.so") for name in build.VARIANTS]
     assert sorted(path.stem for path in folder.iterdir()) == sorted(build.VARIANTS)
 
 
-def test_command_refuses_a_wrong_name(tmp_path):
+def test_build_kernels_command_rejects_an_unknown_isa(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "quire", "build-kernels", "--out", str(tmp_path), "--isa", "mmx"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert run.returncode == 2 and "--isa is 'mmx'; it can be amx" in run.stderr.replace("\n", " ")

@@ -1,6 +1,4 @@
-"""The kernels under the compiler's sanitizers, over random cases without XLA: one program for each
-file of cases.
-"""
+"""The kernels under the compiler's sanitizers, over random cases without XLA."""
 
 import subprocess
 from pathlib import Path
@@ -11,16 +9,14 @@ import pytest
 from quire.ops.native import build
 from quire.tests.support.cases import cases
 
-RUNS = str(cases(3))  # random cases of each kind; a program by itself takes 20
+RUNS = str(cases(3))  # random cases of each kind; the programs' default is 20
 CASES = sorted(Path(__file__).parent.glob("native_*_cases.cc"))
 
 pytestmark = pytest.mark.slow
 
 
-def isas(cases: Path) -> list[str]:
-    """The best that is not AMX, whose assembly the sanitizers cannot see into; AMX emulated, where
-    it is used.
-    """
+def sanitizer_isas(cases: Path) -> list[str]:
+    """The best instruction set without AMX assembly, which sanitizers cannot see; emulated AMX."""
     able = list(build.isas())
     emulated = ["amx-emulated"] if "amx-emulated" in able and "linear" in cases.stem else []
     return [name for name in able if "amx" not in name][:1] + emulated
@@ -28,15 +24,20 @@ def isas(cases: Path) -> list[str]:
 
 BUILDS = [
     pytest.param(
-        sanitizer, path, isa, id=f"{path.stem}-{isa}-{sanitizer}",
+        sanitizer,
+        path,
+        isa,
+        id=f"{path.stem}-{isa}-{sanitizer}",
         marks=pytest.mark.nightly if sanitizer == "thread" or isa == "amx-emulated" else (),
     )
-    for path in CASES for isa in isas(path) for sanitizer in ("address,undefined", "thread")
-]  # fmt: skip
+    for path in CASES
+    for isa in sanitizer_isas(path)
+    for sanitizer in ("address,undefined", "thread")
+]
 
 
 @pytest.mark.parametrize(("sanitizer", "cases", "isa"), BUILDS)
-def test_sanitized(sanitizer, cases, isa, tmp_path):
+def test_kernel_cases_pass_under_sanitizers(sanitizer, cases, isa, tmp_path):
     try:
         command = build.compiler()
     except NotImplementedError as reason:

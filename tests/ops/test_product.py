@@ -1,6 +1,4 @@
-"""Products of the GPU kernel where there is none: in Pallas' interpreter against float64, and
-compiled.
-"""
+"""The GPU kernel's products without a GPU: against float64 in Pallas' interpreter, and compiled."""
 
 import json
 import logging
@@ -37,25 +35,25 @@ CLOSE = {"rtol": 1e-2, "atol": 2e-2}  # results are rounded to bfloat16
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """There is room for two steps only."""
+def two_pipeline_stages(monkeypatch):
+    """Limit the pipeline to two stages."""
     monkeypatch.setattr(shape.ProductShape, "stages", 2)
     jax.clear_caches()
 
 
 @pytest.fixture(params=["mosaic", "triton"])
-def by(request):
-    """Either kernel, in its interpreter; that of Mosaic GPU looks for races."""
+def interpret(request):
+    """Interpreter option of either kernel; Mosaic GPU's interpreter also detects races."""
     mosaic = request.param == "mosaic"
     yield INTERPRETED if mosaic else True
     assert not (mosaic and gpu_callbacks.get_races().races_found)
 
 
-def draw(rng, *axes: int, scale: float = 1.0):
+def random_bfloat16(rng, *axes: int, scale: float = 1.0):
     return jnp.asarray(rng.standard_normal(axes, np.float32) * scale, jnp.bfloat16)
 
 
-def exact(x) -> np.ndarray:
+def as_float64(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
@@ -72,38 +70,42 @@ DENSE = {  # subscripts, axes of the weight, rows, options
 
 @pytest.mark.parametrize("name", thinned(DENSE, ["a bias", "a head", "two warpgroups"]))
 @pytest.mark.slow
-def test_dense_against_float64(name):
+def test_dense_product_matches_float64(name):
     subscripts, axes, rows, options = DENSE[name]
     rng = np.random.default_rng(0)
     rank = len(subscripts.partition(",")[0]) - 1
     inputs = axes[-1:] if options.get("dtype") else axes[:rank]
     out = axes[:1] if options.get("dtype") else axes[rank:]
-    x = draw(rng, rows, *inputs)
-    weight = draw(rng, *axes, scale=np.prod(inputs) ** -0.5)
+    x = random_bfloat16(rng, rows, *inputs)
+    weight = random_bfloat16(rng, *axes, scale=np.prod(inputs) ** -0.5)
     bias = jnp.asarray(rng.standard_normal(out), jnp.float32) if options.get("bias") else None
-    found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, options.get("dtype"))
-    wanted = np.einsum(subscripts, exact(x), exact(weight)) + (0 if bias is None else exact(bias))
-    np.testing.assert_allclose(exact(found), wanted, **CLOSE)
-    assert found.dtype == options.get("dtype", jnp.bfloat16)
+    outputs = linear.weight_of(weight, INTERPRETED).einsum(
+        subscripts, x, bias, options.get("dtype")
+    )
+    expected = np.einsum(subscripts, as_float64(x), as_float64(weight)) + (
+        0 if bias is None else as_float64(bias)
+    )
+    np.testing.assert_allclose(as_float64(outputs), expected, **CLOSE)
+    assert outputs.dtype == options.get("dtype", jnp.bfloat16)
     assert not gpu_callbacks.get_races().races_found
 
 
-def rounded(weight, dynamic: bool, into: int = 1) -> Int8:
-    """A weight in int8 whose inputs come first."""
+def quantize_int8(weight, dynamic: bool, into: int = 1) -> Int8:
+    """Quantise a weight to int8; its first `into` axes are the inputs."""
     axes = weight.shape
     spec = Int8(None, None, dynamic, into=axes[:into], out=axes[into:], inputs=tuple(range(into)))
     return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
 
 
-def exact_rows(x, dynamic: bool) -> np.ndarray:
-    """What the products see of rows."""
+def quantized_rows(x, dynamic: bool) -> np.ndarray:
+    """Rows as the product reads them: quantised to int8 if `dynamic`."""
     if not dynamic:
-        return exact(x)
-    most = np.abs(exact(x)).max(-1, keepdims=True)
-    return np.rint(exact(x) * (127 / most)) * most / 127
+        return as_float64(x)
+    max_abs = np.abs(as_float64(x)).max(-1, keepdims=True)
+    return np.rint(as_float64(x) * (127 / max_abs)) * max_abs / 127
 
 
-INT8S = {  # subscripts, axes of the weight, rows, whether the rows are rounded too
+INT8S = {  # subscripts, axes of the weight, rows, whether the rows are quantised too
     "weights": ("TD,DGH->TGH", (192, 2, 64), 5, False),
     "rows too": ("TNH,NHD->TD", (2, 64, 128), 17, True),
     "two warpgroups": ("TD,DA->TA", (192, 128), 100, True),
@@ -112,21 +114,25 @@ INT8S = {  # subscripts, axes of the weight, rows, whether the rows are rounded 
 
 @pytest.mark.parametrize("name", thinned(INT8S, ["weights", "rows too"]))
 @pytest.mark.slow
-def test_int8_against_float64(by, name):
+def test_int8_product_matches_float64(interpret, name):
     subscripts, axes, rows, dynamic = INT8S[name]
     rng = np.random.default_rng(3)
     into = len(subscripts.partition(",")[0]) - 1
-    x = draw(rng, rows, *axes[:into])
-    weight = rounded(draw(rng, *axes, scale=0.1), dynamic, into)
+    x = random_bfloat16(rng, rows, *axes[:into])
+    weight = quantize_int8(random_bfloat16(rng, *axes, scale=0.1), dynamic, into)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
-    found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
-    x_RK = exact_rows(x.reshape(rows, -1), dynamic).reshape(x.shape)
-    wanted = np.einsum(subscripts, x_RK, exact(weight.codes) * exact(weight.scale)) + exact(bias)
-    np.testing.assert_allclose(exact(found), wanted, rtol=1e-3, atol=2e-2 if dynamic else 1e-4)
+    outputs = linear.weight_of(weight, interpret).einsum(subscripts, x, bias, jnp.float32)
+    x_RK = quantized_rows(x.reshape(rows, -1), dynamic).reshape(x.shape)
+    expected = np.einsum(
+        subscripts, x_RK, as_float64(weight.codes) * as_float64(weight.scale)
+    ) + as_float64(bias)
+    np.testing.assert_allclose(
+        as_float64(outputs), expected, rtol=1e-3, atol=2e-2 if dynamic else 1e-4
+    )
 
 
-def in_four_bits(weight, group: int, into: int = 1, zero: bool = False) -> Int4:
-    """A weight in int4 whose inputs come first."""
+def quantize_int4(weight, group: int, into: int = 1, zero: bool = False) -> Int4:
+    """Quantise a weight to int4; its first `into` axes are the inputs."""
     axes = weight.shape
     spec = Int4(
         None,
@@ -140,61 +146,64 @@ def in_four_bits(weight, group: int, into: int = 1, zero: bool = False) -> Int4:
     return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
 
 
-def codes_of(data: np.ndarray, inputs: int) -> list[np.ndarray]:
-    """A loop over the inputs of bytes, 64 for 128 inputs, of which the last ones end with the last
-    input.
+def unpack_nibbles(data: np.ndarray, inputs: int) -> list[np.ndarray]:
+    """Unpack 4-bit codes, one array per input.
+
+    64 bytes hold a block of 128 inputs; the last block ends with the last input.
     """
-    found = []
+    codes = []
     for k in range(inputs):
         block = k // 128
-        place = k - min(128 * block, inputs - 128)
-        found.append(data[64 * block + place % 64] >> 4 * (place // 64) & 15)
-    return found
+        offset = k - min(128 * block, inputs - 128)
+        codes.append(data[64 * block + offset % 64] >> 4 * (offset // 64) & 15)
+    return codes
 
 
-def unpacked(weight: Int4) -> np.ndarray:
-    """A loop over the inputs, in bfloat16, as products see it."""
+def dequantize_int4(weight: Int4) -> np.ndarray:
+    """Dequantise to bfloat16, the precision of the products, input by input."""
     scale = np.asarray(weight.scale, np.float32)
     zero = np.full(scale.shape, 8.0) if weight.zero is None else np.asarray(weight.zero, np.float32)
     groups = [k // weight.group for k in range(np.prod(weight.into))]
-    codes = codes_of(np.asarray(weight.nibbles), len(groups))
-    found = [(codes[k] - zero[g]) * scale[g] for k, g in enumerate(groups)]
-    return exact(jnp.asarray(np.array(found), jnp.bfloat16)).reshape(weight.into + weight.out)
+    codes = unpack_nibbles(np.asarray(weight.nibbles), len(groups))
+    values = [(codes[k] - zero[g]) * scale[g] for k, g in enumerate(groups)]
+    return as_float64(jnp.asarray(np.array(values), jnp.bfloat16)).reshape(weight.into + weight.out)
 
 
-def in_float8(weight, dynamic: bool, into: int = 1) -> Fp8:
-    """A weight in fp8 whose inputs come first."""
+def quantize_fp8(weight, dynamic: bool, into: int = 1) -> Fp8:
+    """Quantise a weight to fp8; its first `into` axes are the inputs."""
     axes = weight.shape
     spec = Fp8(None, None, dynamic, into=axes[:into], out=axes[into:], inputs=tuple(range(into)))
     return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
 
 
-def numbers_of(weight: Int8 | Fp8) -> np.ndarray:
+def dequantize_8_bit(weight: Int8 | Fp8) -> np.ndarray:
     codes = np.asarray(weight.codes)
-    return exact(codes.view(ml_dtypes.float8_e4m3fn) if isinstance(weight, Fp8) else codes) * exact(
-        weight.scale
-    )
+    return as_float64(
+        codes.view(ml_dtypes.float8_e4m3fn) if isinstance(weight, Fp8) else codes
+    ) * as_float64(weight.scale)
 
 
 @pytest.mark.parametrize("name", thinned(INT8S, ["rows too"]))
 @pytest.mark.slow
-def test_fp8_against_float64(by, name):
-    """Its sums, and those of XLA, of the codes that rows become."""
+def test_fp8_product_matches_float64(interpret, name):
+    """The kernel and XLA both match the product with quantised rows."""
     subscripts, axes, rows, dynamic = INT8S[name]
     rng = np.random.default_rng(3)
     into = len(subscripts.partition(",")[0]) - 1
-    x = draw(rng, rows, *axes[:into])
-    weight = in_float8(draw(rng, *axes, scale=0.1), dynamic, into)
+    x = random_bfloat16(rng, rows, *axes[:into])
+    weight = quantize_fp8(random_bfloat16(rng, *axes, scale=0.1), dynamic, into)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
-    found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
-    x_RK = exact(x.reshape(rows, -1))
+    outputs = linear.weight_of(weight, interpret).einsum(subscripts, x, bias, jnp.float32)
+    x_RK = as_float64(x.reshape(rows, -1))
     if dynamic:
         codes, scale = round_to_float8(x.reshape(rows, -1))
-        x_RK = exact(codes) * exact(scale)
-    wanted = np.einsum(subscripts, x_RK.reshape(x.shape), numbers_of(weight)) + exact(bias)
-    np.testing.assert_allclose(exact(found), wanted, rtol=1e-4, atol=1e-4)
+        x_RK = as_float64(codes) * as_float64(scale)
+    expected = np.einsum(subscripts, x_RK.reshape(x.shape), dequantize_8_bit(weight)) + as_float64(
+        bias
+    )
+    np.testing.assert_allclose(as_float64(outputs), expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
-        weight.einsum(subscripts, x, bias, jnp.float32), wanted, rtol=1e-4, atol=1e-4
+        weight.einsum(subscripts, x, bias, jnp.float32), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -202,16 +211,19 @@ def test_fp8_against_float64(by, name):
     ("T", "N", "K", "out"), [(5, 3, 128, 64), (17, 2, 64, 192), (140, 2, 128, 64), (1, 1, 64, 64)]
 )
 @pytest.mark.slow
-def test_a_matrix_for_each_head(T, N, K, out):
-    """As latent attention has them."""
+def test_per_head_product_matches_float64(T, N, K, out):
+    """Latent attention multiplies each head by its own matrix."""
     rng = np.random.default_rng(T)
-    x = draw(rng, T, N, K)
-    w = draw(rng, N, out, K)
-    found = exact(linear.weight_of(w, INTERPRETED).einsum("TNA,NHA->TNH", x, dtype=jnp.float32))
-    wanted, size = (
-        np.einsum("TNA,NHA->TNH", of(exact(x)), of(exact(w))) for of in (np.asarray, np.abs)
+    x = random_bfloat16(rng, T, N, K)
+    w = random_bfloat16(rng, N, out, K)
+    outputs = as_float64(
+        linear.weight_of(w, INTERPRETED).einsum("TNA,NHA->TNH", x, dtype=jnp.float32)
     )
-    assert found.shape == wanted.shape and np.all(np.abs(found - wanted) < 1e-6 * size)
+    expected, magnitude = (
+        np.einsum("TNA,NHA->TNH", transform(as_float64(x)), transform(as_float64(w)))
+        for transform in (np.asarray, np.abs)
+    )
+    assert outputs.shape == expected.shape and np.all(np.abs(outputs - expected) < 1e-6 * magnitude)
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -223,77 +235,84 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", thinned(ROUTERS, ["32 experts"]))
-def test_a_router_has_all_bits_of_float32(name):
-    """As no product of bfloat16 or TF32 has, for rows of bfloat16 and any float32 weight."""
+def test_router_product_is_accurate_to_float32(name):
+    """For bfloat16 rows and any float32 weight; bfloat16 or TF32 products would not suffice."""
     D, E, T = ROUTERS[name]
     rng = np.random.default_rng(D)
-    x = draw(rng, T, D)
+    x = random_bfloat16(rng, T, D)
     w = jnp.asarray(rng.standard_normal((D, E)) * rng.choice([1e-3, 1], (D, 1)), jnp.float32)
-    found = exact(linear.weight_of(w, INTERPRETED).exact("TD,DE->TE", x))
-    wanted = exact(x) @ exact(w)
-    size = np.abs(exact(x)) @ np.abs(exact(w))
-    assert found.shape == (T, E) and np.all(np.abs(found - wanted) < 1e-6 * size)
-    narrow = exact(x) @ exact(w.astype(jnp.bfloat16))
-    assert np.mean(np.abs(narrow - wanted) > 1e-6 * size) > 0.9  # the weight's last bits count
-    pieces = exact(prepare.summands(w)).reshape(3, D, E)
-    assert np.array_equal(pieces.sum(0), exact(w))
-    stored = w.astype(jnp.bfloat16)  # as most checkpoints keep it
+    outputs = as_float64(linear.weight_of(w, INTERPRETED).exact("TD,DE->TE", x))
+    expected = as_float64(x) @ as_float64(w)
+    magnitude = np.abs(as_float64(x)) @ np.abs(as_float64(w))
+    assert outputs.shape == (T, E) and np.all(np.abs(outputs - expected) < 1e-6 * magnitude)
+    bfloat16_expected = as_float64(x) @ as_float64(w.astype(jnp.bfloat16))
+    assert (
+        np.mean(np.abs(bfloat16_expected - expected) > 1e-6 * magnitude) > 0.9
+    )  # the weight's last bits count
+    pieces = as_float64(prepare.summands(w)).reshape(3, D, E)
+    assert np.array_equal(pieces.sum(0), as_float64(w))
+    stored = w.astype(jnp.bfloat16)  # the dtype in most checkpoints
     assert np.all(
-        np.abs(exact(linear.weight_of(stored, INTERPRETED).exact("TD,DE->TE", x)) - narrow)
-        < 1e-6 * size
+        np.abs(
+            as_float64(linear.weight_of(stored, INTERPRETED).exact("TD,DE->TE", x))
+            - bfloat16_expected
+        )
+        < 1e-6 * magnitude
     )
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_a_router_of_another_form_is_declined():
+def test_router_product_rejects_quantised_weights_and_float32_rows():
     x = jnp.ones((1, 64))
     w = jnp.ones((64, 64))
     with pytest.raises(
         NotImplementedError, match="the weight must be one matrix that is not quantised"
     ):
-        linear.weight_of(rounded(w, False), INTERPRETED).exact("TD,DE->TE", x.astype(jnp.bfloat16))
+        linear.weight_of(quantize_int8(w, False), INTERPRETED).exact(
+            "TD,DE->TE", x.astype(jnp.bfloat16)
+        )
     with pytest.raises(NotImplementedError, match="rows must be bfloat16, not float32"):
         linear.weight_of(w, INTERPRETED).exact("TD,DE->TE", x)
 
 
-@pytest.mark.parametrize("make", thinned([rounded, in_float8], [in_float8]))
+@pytest.mark.parametrize("make", thinned([quantize_int8, quantize_fp8], [quantize_fp8]))
 @pytest.mark.slow
-def test_rows_that_come_in_codes(make):
-    """They are multiplied as they come; codes of another kind are left, and all by weights that
-    round no rows.
-    """
+def test_prequantised_rows_are_used_if_the_weight_quantises_rows_alike(make):
+    """Quantised rows of another kind are ignored, and so are all by weight-only quantisation."""
     rng = np.random.default_rng(9)
-    kind = "int8" if make is rounded else "float8"
-    x = draw(rng, 5, 2, 64)
-    dense = draw(rng, 2, 64, 2, 64, scale=0.1)
+    kind = "int8" if make is quantize_int8 else "float8"
+    x = random_bfloat16(rng, 5, 2, 64)
+    dense = random_bfloat16(rng, 2, 64, 2, 64, scale=0.1)
     codes, scale = round_rows(x.reshape(5, -1), kind)
 
-    def product(given, dynamic: bool = True):
+    def product(rows, dynamic: bool = True):
         weight = linear.weight_of(make(dense, dynamic, 2), InterpretGPUParams())
-        return exact(weight.gated("TNH,NHGF->TGF", given, "silu")), exact(
-            weight.einsum("TNH,NHGF->TGF", given)
+        return as_float64(weight.gated("TNH,NHGF->TGF", rows, "silu")), as_float64(
+            weight.einsum("TNH,NHGF->TGF", rows)
         )
 
-    for twice, dynamic, used in (
+    for factor, dynamic, rows_kind in (
         (1, True, kind),
         (2, True, kind),
         (2, True, "other"),
         (2, False, kind),
     ):
-        given = RoundedRows(x, codes.reshape(x.shape), scale * twice, used)
-        for found, wanted in zip(
-            product(given, dynamic),
-            product(x * (twice if dynamic and used == kind else 1), dynamic),
+        quantized_x = RoundedRows(x, codes.reshape(x.shape), scale * factor, rows_kind)
+        for outputs, expected in zip(
+            product(quantized_x, dynamic),
+            product(x * (factor if dynamic and rows_kind == kind else 1), dynamic),
             strict=True,
         ):
-            assert np.array_equal(found, wanted)
+            assert np.array_equal(outputs, expected)
 
 
-def test_every_code_of_fp8_is_exact(by):
+def test_every_fp8_code_is_decoded_exactly(interpret):
     bits = np.resize(np.delete(np.arange(256, dtype=np.uint8), [127, 255]), (64, 256))
     weight = Fp8(jnp.asarray(bits), jnp.ones(256), False, into=(64,), out=(256,), inputs=(0,))
-    found = linear.weight_of(weight, by).einsum("TD,DA->TA", jnp.eye(64, dtype=jnp.bfloat16))
-    assert np.array_equal(exact(found), exact(bits.view(ml_dtypes.float8_e4m3fn)))
+    outputs = linear.weight_of(weight, interpret).einsum(
+        "TD,DA->TA", jnp.eye(64, dtype=jnp.bfloat16)
+    )
+    assert np.array_equal(as_float64(outputs), as_float64(bits.view(ml_dtypes.float8_e4m3fn)))
 
 
 # subscripts, axes of the weight, rows, inputs that share a scale, whether groups have zeros
@@ -310,41 +329,41 @@ INT4S = {
 @pytest.mark.parametrize(
     "name", thinned(INT4S, ["half a step", "groups of 64", "groups of 128, zeros"])
 )
-def test_int4_against_float64(by, name):
+def test_int4_product_matches_float64(interpret, name):
     subscripts, axes, rows, group, zero = INT4S[name]
     rng = np.random.default_rng(6)
     into = len(subscripts.partition(",")[0]) - 1
-    x = draw(rng, rows, *axes[:into])
-    weight = in_four_bits(draw(rng, *axes, scale=0.1), group, into, zero)
+    x = random_bfloat16(rng, rows, *axes[:into])
+    weight = quantize_int4(random_bfloat16(rng, *axes, scale=0.1), group, into, zero)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
-    found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
+    outputs = linear.weight_of(weight, interpret).einsum(subscripts, x, bias, jnp.float32)
     np.testing.assert_allclose(
-        exact(found),
-        np.einsum(subscripts, exact(x), unpacked(weight)) + exact(bias),
+        as_float64(outputs),
+        np.einsum(subscripts, as_float64(x), dequantize_int4(weight)) + as_float64(bias),
         rtol=1e-4,
         atol=1e-4,
     )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
-def test_gated_against_float64(activation):
+def test_gated_product_matches_float64(activation):
     rng = np.random.default_rng(1)
-    x = draw(rng, 9, 128)
-    weight = draw(rng, 128, 2, 64, scale=0.1)
-    found = linear.weight_of(weight, INTERPRETED).gated("TD,DGF->TGF", x, activation)
-    up = np.einsum("TD,DGF->TGF", exact(x), exact(weight))
+    x = random_bfloat16(rng, 9, 128)
+    weight = random_bfloat16(rng, 128, 2, 64, scale=0.1)
+    outputs = linear.weight_of(weight, INTERPRETED).gated("TD,DGF->TGF", x, activation)
+    up = np.einsum("TD,DGF->TGF", as_float64(x), as_float64(weight))
     kind = {"clamp": None, "activation": activation}
     np.testing.assert_allclose(
-        exact(found), accuracy.apply_activation(kind, up[:, 0], up[:, 1]), **CLOSE
+        as_float64(outputs), accuracy.apply_activation(kind, up[:, 0], up[:, 1]), **CLOSE
     )
     assert not gpu_callbacks.get_races().races_found
 
 
-def chosen(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
-    """Which experts each row is sent to; E is none."""
+def draw_expert_ids(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
+    """Expert ids per token; E stands for no expert."""
     if kind == "one":
         return np.where(np.arange(X) == 0, 3, E) + np.zeros((T, 1), int)
-    if kind == "few":  # half of them are never chosen
+    if kind == "few":  # half of the experts are never selected
         return np.stack([rng.permutation(np.r_[:E:2, E])[:X] for _ in range(T)])
     return np.stack([rng.permutation(E)[:X] for _ in range(T)])
 
@@ -352,33 +371,36 @@ def chosen(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["any", "one", "few"])
 @pytest.mark.parametrize("T", thinned([1, 2, 15, 16, 33, 70, 130], [1, 16, 33]))
 @pytest.mark.slow
-def test_each_pair_has_its_place(T, kind):
-    """Against a loop: a place of its own, in a block of its expert; the others are empty."""
+def test_align_gives_each_token_expert_pair_one_place(T, kind):
+    """Every pair gets a place in a block of its expert; the remaining places are empty."""
     E = 12
     X = 4
     rows = 16
-    whose = chosen(np.random.default_rng(T), T, X, E, kind)
+    expert_ids = draw_expert_ids(np.random.default_rng(T), T, X, E, kind)
     weights = np.random.default_rng(T).random((T, X), np.float32)
-    found = jax.tree.map(
-        np.asarray, align(jnp.asarray(whose, jnp.int32), jnp.asarray(weights), E, rows)
+    blocks = jax.tree.map(
+        np.asarray, align(jnp.asarray(expert_ids, jnp.int32), jnp.asarray(weights), E, rows)
     )
-    counts = np.bincount(whose.reshape(-1), minlength=E + 1)[:E]
-    needed = -(-counts // rows)
-    assert found.count_1 == [needed.sum()] and needed.sum() <= max_blocks(T * X, E, rows) == len(
-        found.experts_B
+    counts = np.bincount(expert_ids.reshape(-1), minlength=E + 1)[:E]
+    blocks_per_expert = -(-counts // rows)
+    assert blocks.count_1 == [blocks_per_expert.sum()] and blocks_per_expert.sum() <= max_blocks(
+        T * X, E, rows
+    ) == len(blocks.experts_B)
+    assert (
+        blocks.experts_B[: blocks_per_expert.sum()].tolist()
+        == np.repeat(np.arange(E), blocks_per_expert).tolist()
     )
-    assert found.experts_B[: needed.sum()].tolist() == np.repeat(np.arange(E), needed).tolist()
-    wanted = np.full(len(found.pair_P), T * X)
-    next_place = (np.cumsum(needed) - needed) * rows
-    for pair, e in enumerate(whose.reshape(-1)):
+    expected_pairs = np.full(len(blocks.pair_P), T * X)
+    next_place = (np.cumsum(blocks_per_expert) - blocks_per_expert) * rows
+    for pair, e in enumerate(expert_ids.reshape(-1)):
         if e < E:
-            wanted[next_place[e]] = pair
-            assert found.place_Z[pair] == next_place[e]
+            expected_pairs[next_place[e]] = pair
+            assert blocks.place_Z[pair] == next_place[e]
             next_place[e] += 1
         else:
-            assert found.place_Z[pair] >= len(wanted)
-    assert found.pair_P.tolist() == wanted.tolist()
-    assert found.weight_P.tolist() == np.r_[weights.reshape(-1), 0][wanted].tolist()
+            assert blocks.place_Z[pair] >= len(expected_pairs)
+    assert blocks.pair_P.tolist() == expected_pairs.tolist()
+    assert blocks.weight_P.tolist() == np.r_[weights.reshape(-1), 0][expected_pairs].tolist()
 
 
 D = 64
@@ -387,28 +409,28 @@ E = 6
 X = 3
 
 
-def mixture(rng, **more) -> Experts:
+def random_experts(rng, **options) -> Experts:
     return Experts(
-        draw(rng, E, D, 2, F, scale=0.2),
-        draw(rng, E, F, D, scale=0.2),
-        **{"activation": "silu", **more},
+        random_bfloat16(rng, E, D, 2, F, scale=0.2),
+        random_bfloat16(rng, E, F, D, scale=0.2),
+        **{"activation": "silu", **options},
     )
 
 
-def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
-    kind = {"clamp": mixture.clamp, "alpha": mixture.alpha, "activation": mixture.activation}
-    up = exact(mixture.up_EDGF)
-    down = exact(mixture.down_EFD)
+def reference_mixture(x, weights, expert_ids, experts: Experts) -> np.ndarray:
+    kind = {"clamp": experts.clamp, "alpha": experts.alpha, "activation": experts.activation}
+    up = as_float64(experts.up_EDGF)
+    down = as_float64(experts.down_EFD)
     out = np.zeros(x.shape)
     up_bias, down_bias = (
-        np.zeros((E, 1)) if bias is None else exact(bias)
-        for bias in (mixture.up_bias_EGF, mixture.down_bias_ED)
+        np.zeros((E, 1)) if bias is None else as_float64(bias)
+        for bias in (experts.up_bias_EGF, experts.down_bias_ED)
     )
-    for t, row in enumerate(exact(x)):
-        for weight, e in zip(exact(weights)[t], whose[t], strict=True):
+    for t, row in enumerate(as_float64(x)):
+        for weight, e in zip(as_float64(weights)[t], expert_ids[t], strict=True):
             if e < E:
-                gate, right = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
-                inner = accuracy.apply_activation(kind, gate, right)
+                gate, linear_part = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
+                inner = accuracy.apply_activation(kind, gate, linear_part)
                 out[t] += weight * (inner @ down[e] + down_bias[e])
     return out
 
@@ -424,140 +446,182 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", thinned(MIXTURES, ["biases and a clamp"]))
 @pytest.mark.slow
-def test_experts_against_float64(by, name):
+def test_experts_match_float64(interpret, name):
     T, kind, options = MIXTURES[name]
     rng = np.random.default_rng(T)
     if options.pop("bias", False):
-        options |= {"up_bias_EGF": draw(rng, E, 2, F), "down_bias_ED": draw(rng, E, D)}
-    mixture_ = mixture(rng, **options)
-    whose = chosen(rng, T, X, E, kind)
-    x = draw(rng, T, D)
+        options |= {
+            "up_bias_EGF": random_bfloat16(rng, E, 2, F),
+            "down_bias_ED": random_bfloat16(rng, E, D),
+        }
+    mixture = random_experts(rng, **options)
+    expert_ids = draw_expert_ids(rng, T, X, E, kind)
+    x = random_bfloat16(rng, T, D)
     weights = jnp.asarray(rng.random((T, X)), jnp.float32)
-    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, mixture_, by)
+    outputs = experts.mix_experts(
+        x, weights, jnp.asarray(expert_ids, jnp.int32), E, mixture, interpret
+    )
     np.testing.assert_allclose(
-        exact(found), mixed_slowly(x, weights, whose, mixture_), rtol=2e-2, atol=3e-2
+        as_float64(outputs),
+        reference_mixture(x, weights, expert_ids, mixture),
+        rtol=2e-2,
+        atol=3e-2,
     )
 
 
 @pytest.mark.parametrize(
     ("dynamic", "make"),
-    nightly_from(2, [(False, rounded), (True, in_float8), (True, rounded), (False, in_float8)]),
+    nightly_from(
+        2,
+        [
+            (False, quantize_int8),
+            (True, quantize_fp8),
+            (True, quantize_int8),
+            (False, quantize_fp8),
+        ],
+    ),
 )
 @pytest.mark.slow
-def test_experts_in_eight_bits_against_float64(by, dynamic, make):
+def test_8_bit_experts_match_float64(interpret, dynamic, make):
     rng = np.random.default_rng(4)
-    dense = mixture(rng)
-    whose = chosen(rng, 9, X, E, "any")
-    x = draw(rng, 9, D)
+    dense = random_experts(rng)
+    expert_ids = draw_expert_ids(rng, 9, X, E, "any")
+    x = random_bfloat16(rng, 9, D)
     weights = np.ones((9, X), np.float32)
     stacks = []
     for array in (dense.up_EDGF, dense.down_EFD):
         nodes = [make(array[e], dynamic) for e in range(E)]
         stacks.append(Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *nodes)))
-    numbers = [np.stack([numbers_of(stack[e]) for e in range(E)]) for stack in stacks]
-    codes, scale = round_to_float8(x) if make is in_float8 else round_to_int8(x)
-    rows = exact(codes) * exact(scale) if dynamic else x
-    wanted = mixed_slowly(rows, weights, whose, Experts(*numbers, "silu"))
-    given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")
-    found = exact(experts.mix_experts(x, *given, by))
+    dequantized = [np.stack([dequantize_8_bit(stack[e]) for e in range(E)]) for stack in stacks]
+    codes, scale = round_to_float8(x) if make is quantize_fp8 else round_to_int8(x)
+    rows = as_float64(codes) * as_float64(scale) if dynamic else x
+    expected = reference_mixture(rows, weights, expert_ids, Experts(*dequantized, "silu"))
+    arguments = (
+        jnp.asarray(weights),
+        jnp.asarray(expert_ids, jnp.int32),
+        E,
+        Experts(*stacks, "silu"),
+    )
+    outputs = as_float64(experts.mix_experts(x, *arguments, interpret))
     # Rows of a down product are rounded too, which the reference does not do.
-    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < (
-        6e-3 if not dynamic else 2e-2 if make is rounded else 5e-2
+    assert np.linalg.norm(outputs - expected) / np.linalg.norm(expected) < (
+        6e-3 if not dynamic else 2e-2 if make is quantize_int8 else 5e-2
     )
 
 
 @pytest.mark.parametrize("zero", thinned([False, True], [True]))
 @pytest.mark.slow
-def test_int4_experts_against_float64(by, zero):
+def test_int4_experts_match_float64(interpret, zero):
     rng = np.random.default_rng(7)
     D = 128
-    dense = Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), "silu")
-    whose = chosen(rng, 9, X, E, "any")
-    x = draw(rng, 9, D)
+    dense = Experts(
+        random_bfloat16(rng, E, D, 2, F, scale=0.2),
+        random_bfloat16(rng, E, F, D, scale=0.2),
+        "silu",
+    )
+    expert_ids = draw_expert_ids(rng, 9, X, E, "any")
+    x = random_bfloat16(rng, 9, D)
     weights = np.ones((9, X), np.float32)
     nodes = [
-        [in_four_bits(array[e], 32, zero=zero) for e in range(E)]
+        [quantize_int4(array[e], 32, zero=zero) for e in range(E)]
         for array in (dense.up_EDGF, dense.down_EFD)
     ]
-    stacks = [Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)) for each in nodes]
-    wanted = mixed_slowly(
+    stacks = [
+        Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *expert_nodes))
+        for expert_nodes in nodes
+    ]
+    expected = reference_mixture(
         x,
         weights,
-        whose,
-        Experts(*(np.stack([unpacked(n) for n in each]) for each in nodes), "silu"),
+        expert_ids,
+        Experts(
+            *(np.stack([dequantize_int4(n) for n in expert_nodes]) for expert_nodes in nodes),
+            "silu",
+        ),
     )
-    given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")
-    found = exact(experts.mix_experts(x, *given, by))
-    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 6e-3
+    arguments = (
+        jnp.asarray(weights),
+        jnp.asarray(expert_ids, jnp.int32),
+        E,
+        Experts(*stacks, "silu"),
+    )
+    outputs = as_float64(experts.mix_experts(x, *arguments, interpret))
+    assert np.linalg.norm(outputs - expected) / np.linalg.norm(expected) < 6e-3
 
 
-def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
-    """A stack of any bits, and what they mean, input by input."""
+def random_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
+    """A stack of random MXFP4 codes and scales, and its dequantised values."""
     E, K, *out = axes
     data = rng.integers(0, 256, (E, -(-K // 128) * 64, *out), np.uint8)
     scales = rng.integers(120, 126, (E, K // 32, *out), np.uint8)
-    codes = codes_of(data.swapaxes(0, 1), K)
-    found = [accuracy.FLOAT4[codes[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
-    return Mxfp4(jnp.asarray(data), jnp.asarray(scales)), np.stack(found, 1)
+    codes = unpack_nibbles(data.swapaxes(0, 1), K)
+    values = [accuracy.FLOAT4[codes[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
+    return Mxfp4(jnp.asarray(data), jnp.asarray(scales)), np.stack(values, 1)
 
 
 @pytest.mark.parametrize(
     ("T", "D", "F"), [(20, 128, 192), pytest.param(70, 192, 128, marks=pytest.mark.nightly)]
 )
 @pytest.mark.slow
-def test_mxfp4_experts_against_float64(by, T, D, F):
-    """gpt-oss': biases, its clamped activation, and sizes that are no whole number of steps."""
+def test_mxfp4_experts_match_float64(interpret, T, D, F):
+    """As in gpt-oss: biases, a clamped activation, and sizes that no pipeline step divides."""
     rng = np.random.default_rng(8)
-    whose = chosen(rng, T, X, E, "any")
-    x = draw(rng, T, D)
+    expert_ids = draw_expert_ids(rng, T, X, E, "any")
+    x = random_bfloat16(rng, T, D)
     weights = jnp.asarray(rng.random((T, X)), jnp.float32)
-    up, exact_up = in_mxfp4(rng, E, D, 2, F)
-    down, exact_down = in_mxfp4(rng, E, F, D)
+    up, exact_up = random_mxfp4(rng, E, D, 2, F)
+    down, exact_down = random_mxfp4(rng, E, F, D)
     options = {
         "activation": "silu",
-        "up_bias_EGF": draw(rng, E, 2, F),
-        "down_bias_ED": draw(rng, E, D),
+        "up_bias_EGF": random_bfloat16(rng, E, 2, F),
+        "down_bias_ED": random_bfloat16(rng, E, D),
     }
     options |= {"clamp": 1.0, "alpha": 1.7}
-    wanted = mixed_slowly(x, weights, whose, Experts(exact_up, exact_down, **options))
-    given = weights, jnp.asarray(whose, jnp.int32), E, Experts(up, down, **options)
-    found = exact(experts.mix_experts(x, *given, by))
-    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 6e-3
+    expected = reference_mixture(x, weights, expert_ids, Experts(exact_up, exact_down, **options))
+    arguments = weights, jnp.asarray(expert_ids, jnp.int32), E, Experts(up, down, **options)
+    outputs = as_float64(experts.mix_experts(x, *arguments, interpret))
+    assert np.linalg.norm(outputs - expected) / np.linalg.norm(expected) < 6e-3
 
 
-def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla(by):
-    """The products with the rows of an identity are the matrix itself."""
+def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla(interpret):
+    """Multiplying the identity returns the dequantised matrix."""
     codes = np.arange(256, dtype=np.uint8)
     scales = np.arange(2, 250, dtype=np.uint8)
     blocks = np.resize(codes, (1, 64, len(scales) + 8))
-    each = np.resize(np.r_[scales, np.full(8, 127, np.uint8)], (1, 4, len(scales) + 8))
-    node = Mxfp4(jnp.asarray(blocks), jnp.asarray(each))
-    one = prepare.as_gpu_matrix(jax.tree.map(lambda leaf: leaf[0], node))
-    found = prepare.dense(jnp.eye(128, dtype=jnp.bfloat16), one, dtype=jnp.bfloat16, interpret=by)
-    assert np.array_equal(exact(found), exact(node[0]))
-
-
-def test_an_expert_that_nobody_chose_is_never_read(by):
-    rng = np.random.default_rng(0)
-    whole = mixture(rng)
-    whose = chosen(rng, 9, X, E, "few")
-    x = draw(rng, 9, D)
-    weights = jnp.ones((9, X), jnp.float32)
-    spoilt = mixture(rng)
-    spoilt = Experts(
-        whole.up_EDGF.at[1::2].set(jnp.nan), whole.down_EFD.at[1::2].set(jnp.nan), spoilt.activation
+    scale_array = np.resize(np.r_[scales, np.full(8, 127, np.uint8)], (1, 4, len(scales) + 8))
+    node = Mxfp4(jnp.asarray(blocks), jnp.asarray(scale_array))
+    matrix = prepare.as_gpu_matrix(jax.tree.map(lambda leaf: leaf[0], node))
+    outputs = prepare.dense(
+        jnp.eye(128, dtype=jnp.bfloat16), matrix, dtype=jnp.bfloat16, interpret=interpret
     )
-    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, spoilt, by)
-    assert np.isfinite(exact(found)).all()
+    assert np.array_equal(as_float64(outputs), as_float64(node[0]))
 
 
-# how a weight is kept, and what is copied of it: scales of eight bits are read when the sums are
-# done
+def test_unselected_experts_are_never_read(interpret):
+    rng = np.random.default_rng(0)
+    mixture = random_experts(rng)
+    expert_ids = draw_expert_ids(rng, 9, X, E, "few")
+    x = random_bfloat16(rng, 9, D)
+    weights = jnp.ones((9, X), jnp.float32)
+    spoilt = random_experts(rng)
+    spoilt = Experts(
+        mixture.up_EDGF.at[1::2].set(jnp.nan),
+        mixture.down_EFD.at[1::2].set(jnp.nan),
+        spoilt.activation,
+    )
+    outputs = experts.mix_experts(
+        x, weights, jnp.asarray(expert_ids, jnp.int32), E, spoilt, interpret
+    )
+    assert np.isfinite(as_float64(outputs)).all()
+
+
+# How to store a weight, and the number of bytes copied; the 8-bit formats' scales are read in the
+# epilogue, without a copy.
 WEIGHTS = {
     "bf16": (lambda weight: weight, lambda weight: weight.nbytes),
-    "int8": (lambda weight: rounded(weight, False), lambda weight: weight.codes.nbytes),
+    "int8": (lambda weight: quantize_int8(weight, False), lambda weight: weight.codes.nbytes),
     "int4": (
-        lambda weight: in_four_bits(weight, 32),
+        lambda weight: quantize_int4(weight, 32),
         lambda weight: weight.nibbles.nbytes + weight.scale.nbytes,
     ),
 }
@@ -565,91 +629,108 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.slow
-def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
-    """And rows once for each 64 outputs, which the card's cache has by then."""
+def test_weight_bytes_are_copied_once(name, monkeypatch):
+    """Rows are copied once per 64 outputs; the GPU's cache serves the repeated reads."""
     rng = np.random.default_rng(8)
-    make, bytes_of = WEIGHTS[name]
-    x = draw(rng, 5, 256)
-    weight = make(draw(rng, 256, 2, 128))
-    copied = copies.record_copies(monkeypatch)
+    make, weight_bytes = WEIGHTS[name]
+    x = random_bfloat16(rng, 5, 256)
+    weight = make(random_bfloat16(rng, 256, 2, 128))
+    blocks = copies.record_copies(monkeypatch)
     linear.weight_of(weight, INTERPRETED).einsum("TD,DGH->TGH", x)
-    rows = [part for part in copied if part.shape[0] == 16]
-    assert sum(part.nbytes for part in copied) - sum(part.nbytes for part in rows) == bytes_of(
-        weight
-    )
-    assert sum(part.nbytes for part in rows) == 4 * 16 * 256 * 2
+    row_blocks = [block for block in blocks if block.shape[0] == 16]
+    assert sum(block.nbytes for block in blocks) - sum(
+        block.nbytes for block in row_blocks
+    ) == weight_bytes(weight)
+    assert sum(block.nbytes for block in row_blocks) == 4 * 16 * 256 * 2
 
 
-def test_an_expert_that_was_chosen_is_copied_once(monkeypatch):
+def test_selected_expert_is_copied_once_per_block(monkeypatch):
     rng = np.random.default_rng(0)
-    whole = mixture(rng)
-    whose = chosen(rng, 40, X, E, "few")
-    x = draw(rng, 40, D)
+    mixture = random_experts(rng)
+    expert_ids = draw_expert_ids(rng, 40, X, E, "few")
+    x = random_bfloat16(rng, 40, D)
     weights = jnp.ones((40, X), jnp.float32)
-    copied = copies.record_copies(monkeypatch)
-    experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, INTERPRETED)
-    blocks = sum(-(-np.count_nonzero(whose == e) // 32) for e in range(E))
-    assert sum(part.nbytes for part in copied if part.shape[0] != 32) == blocks * (
-        whole.up_EDGF[0].nbytes + whole.down_EFD[0].nbytes
+    copied_blocks = copies.record_copies(monkeypatch)
+    experts.mix_experts(x, weights, jnp.asarray(expert_ids, jnp.int32), E, mixture, INTERPRETED)
+    num_blocks = sum(-(-np.count_nonzero(expert_ids == e) // 32) for e in range(E))
+    assert sum(block.nbytes for block in copied_blocks if block.shape[0] != 32) == num_blocks * (
+        mixture.up_EDGF[0].nbytes + mixture.down_EFD[0].nbytes
     )
 
 
-COMPANY = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))
+BATCHES = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))
 
 
-@pytest.mark.parametrize("rows", thinned(COMPANY, [(17, 3, 5, 4)]), ids=len)
-def test_the_same_bits_in_any_company(rows):
-    """Of a row's dense product and of its experts, among twenty others and among these, in blocks
-    of any size.
-    """
+@pytest.mark.parametrize("rows", thinned(BATCHES, [(17, 3, 5, 4)]), ids=len)
+def test_products_are_batch_invariant(rows):
+    """Dense, expert, router and per-head products do not depend on other rows or block sizes."""
     rng = np.random.default_rng(5)
-    x = draw(rng, 100, 192)
-    weight = draw(rng, 192, 128, scale=0.1)
+    x = random_bfloat16(rng, 100, 192)
+    weight = random_bfloat16(rng, 192, 128, scale=0.1)
     bias = jnp.asarray(rng.random(128), jnp.float32)
-    whole = mixture(rng)
-    y = draw(rng, 100, D)
+    mixture = random_experts(rng)
+    y = random_bfloat16(rng, 100, D)
     weights = jnp.asarray(rng.random((100, X)), jnp.float32)
-    whose = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32)
+    expert_ids = jnp.asarray(draw_expert_ids(rng, 100, X, E, "any"), jnp.int32)
     interpreted = InterpretGPUParams()
 
     router = jnp.asarray(rng.standard_normal((192, 32)), jnp.float32)
     routers = router, router.astype(jnp.bfloat16)
-    coded = rounded(weight, True), in_four_bits(weight, 32), in_float8(weight, True)
-    in_floats = Experts(in_mxfp4(rng, E, 192, 2, F)[0], in_mxfp4(rng, E, F, 64)[0], "silu")
+    quantized = quantize_int8(weight, True), quantize_int4(weight, 32), quantize_fp8(weight, True)
+    mxfp4_mixture = Experts(
+        random_mxfp4(rng, E, 192, 2, F)[0], random_mxfp4(rng, E, F, 64)[0], "silu"
+    )
 
     def run(*rows: int):
-        at = np.array(rows)
-        dense = [
-            linear.weight_of(each, interpreted).einsum("TD,DA->TA", x[at], bias, jnp.float32)
-            for each in (weight, *coded)
+        row_ids = np.array(rows)
+        dense_outputs = [
+            linear.weight_of(operand, interpreted).einsum(
+                "TD,DA->TA", x[row_ids], bias, jnp.float32
+            )
+            for operand in (weight, *quantized)
         ]
-        mixed = [
-            experts.mix_experts(given[at], weights[at], whose[at], E, each, interpreted)
-            for given, each in ((y, whole), (x, in_floats))
+        expert_outputs = [
+            experts.mix_experts(
+                inputs[row_ids], weights[row_ids], expert_ids[row_ids], E, operand, interpreted
+            )
+            for inputs, operand in ((y, mixture), (x, mxfp4_mixture))
         ]
-        routed = [linear.weight_of(each, interpreted).exact("TD,DE->TE", x[at]) for each in routers]
+        router_outputs = [
+            linear.weight_of(operand, interpreted).exact("TD,DE->TE", x[row_ids])
+            for operand in routers
+        ]
         per_head = linear.weight_of(weight.reshape(3, 128, 64), interpreted)
-        heads = per_head.einsum("TNA,NHA->TNH", x[at].reshape(-1, 3, 64))
-        return [exact(found) for found in (*dense, *mixed, *routed, heads)]
+        head_outputs = per_head.einsum("TNA,NHA->TNH", x[row_ids].reshape(-1, 3, 64))
+        return [
+            as_float64(outputs)
+            for outputs in (*dense_outputs, *expert_outputs, *router_outputs, head_outputs)
+        ]
 
-    for found, wanted in zip(run(*rows), run(*range(20)), strict=True):
-        both = [row for row in rows if row < 20]
-        assert np.array_equal(found[[rows.index(row) for row in both]], wanted[both])
+    for outputs, expected in zip(run(*rows), run(*range(20)), strict=True):
+        shared_rows = [row for row in rows if row < 20]
+        assert np.array_equal(
+            outputs[[rows.index(row) for row in shared_rows]], expected[shared_rows]
+        )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(cases(8, 4)))
-def test_random_experts(by, seed):
+def test_random_experts_match_float64(interpret, seed):
     rng = np.random.default_rng(seed)
     T = int(rng.integers(1, 131))
     kind = ["any", "one", "few"][seed % 3]
-    whole = mixture(rng, activation=prepare.ACTIVATIONS[seed % 3])
-    whose = chosen(rng, T, X, E, kind)
-    x = draw(rng, T, D)
+    mixture = random_experts(rng, activation=prepare.ACTIVATIONS[seed % 3])
+    expert_ids = draw_expert_ids(rng, T, X, E, kind)
+    x = random_bfloat16(rng, T, D)
     weights = jnp.asarray(rng.random((T, X)), jnp.float32)
-    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, by)
+    outputs = experts.mix_experts(
+        x, weights, jnp.asarray(expert_ids, jnp.int32), E, mixture, interpret
+    )
     np.testing.assert_allclose(
-        exact(found), mixed_slowly(x, weights, whose, whole), rtol=2e-2, atol=6e-2
+        as_float64(outputs),
+        reference_mixture(x, weights, expert_ids, mixture),
+        rtol=2e-2,
+        atol=6e-2,
     )
 
 
@@ -704,18 +785,16 @@ BY_TRITON = {
 
 @pytest.mark.parametrize("spoilt", [False, True])
 @pytest.mark.parametrize("name", thinned(KINDS | BY_TRITON, ["a head", *BY_TRITON]))
-def test_a_trial(name, spoilt, monkeypatch):
-    """What it finds on a card, at small sizes in the interpreter: it tells a kernel that is right
-    from another.
-    """
+def test_self_test_rejects_inaccurate_kernel(name, spoilt, monkeypatch):
+    """The GPU self-test, at small sizes in the interpreter, accepts only an accurate kernel."""
     real = accuracy.multiply
-    last = []
+    outputs = []
     kind = (KINDS | BY_TRITON)[name]
 
-    def kernel(*given):
-        out = real(*given)
-        last.append(out.at[5].multiply(1.02) if spoilt else out)
-        return last[-1]
+    def kernel(*operands):
+        out = real(*operands)
+        outputs.append(out.at[5].multiply(1.02) if spoilt else out)
+        return outputs[-1]
 
     monkeypatch.setattr(accuracy, "multiply", kernel)
     monkeypatch.setattr(accuracy, "BLOCKS", (16, 32))
@@ -725,29 +804,29 @@ def test_a_trial(name, spoilt, monkeypatch):
     assert (self_test.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
 
 
-@pytest.mark.parametrize("other", [None, 64])
-def test_a_trial_finds_other_bits(other, monkeypatch):
-    """Of one size of blocks, in one number, by an amount that would be allowed."""
+@pytest.mark.parametrize("spoilt_rows", [None, 64])
+def test_self_test_finds_a_block_size_with_different_bits(spoilt_rows, monkeypatch):
+    """One element differs in one block size, by less than the self-test's tolerance."""
 
     def product(shape, operands, _):
         ones = jnp.ones((len(operands.x), 64), jnp.bfloat16)
-        return ones.at[7, 5].add(2**-7) if shape.rows == other else ones
+        return ones.at[7, 5].add(2**-7) if shape.rows == spoilt_rows else ones
 
     monkeypatch.setattr(accuracy, "multiply", product)
     case = accuracy.ProductCase(KIND, 64, 64, interpret=InterpretGPUParams())
-    held, given, _ = case.build(0)
-    out, _ = case.run(held, given)
-    assert bool(jnp.isfinite(out).all()) == (other is None)
+    weights, inputs, _ = case.build(0)
+    out, _ = case.run(weights, inputs)
+    assert bool(jnp.isfinite(out).all()) == (spoilt_rows is None)
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """A card is pretended; what would run on it is noted."""
-    ran = []
+def launched_shapes(monkeypatch):
+    """Pretend a Hopper GPU, and record the shapes that would be launched on it."""
+    shapes = []
 
     def run(shape, operands, interpret):
         prepare.require_self_test(shape)
-        ran.append(shape)
+        shapes.append(shape)
         return jnp.full((shape.blocks * shape.rows, shape.outputs), 7, shape.out_dtype)
 
     monkeypatch.setattr(device, "is_hopper", lambda: True)
@@ -756,27 +835,27 @@ def card(monkeypatch):
     monkeypatch.setattr(routing, "IMPLEMENTATIONS", {"xla": ".xla"})
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     self_test.warn_once.cache_clear()
-    return ran
+    return shapes
 
 
-def test_it_serves_where_there_is_a_card(card):
+def test_kernel_is_chosen_on_a_gpu(launched_shapes):
     rng = np.random.default_rng(0)
-    x = draw(rng, 5, 128)
-    weight = draw(rng, 128, 64)
-    up = draw(rng, 128, 2, 64)
+    x = random_bfloat16(rng, 5, 128)
+    weight = random_bfloat16(rng, 128, 64)
+    up = random_bfloat16(rng, 128, 2, 64)
     assert (products.einsum("TD,DA->TA", x, weight) == 7).all()
     assert (products.gated("TD,DGF->TGF", x, up, "silu") == 7).all()
-    y = draw(rng, 5, D)
+    y = random_bfloat16(rng, 5, D)
     weights = jnp.ones((5, X))
-    whose = jnp.zeros((5, X), jnp.int32)
-    assert (moe.mix(y, weights, whose, E, mixture(rng)) == 7 * X).all()
-    assert [(ran.projections, ran.experts, ran.weighted) for ran in card] == [
+    expert_ids = jnp.zeros((5, X), jnp.int32)
+    assert (moe.mix(y, weights, expert_ids, E, random_experts(rng)) == 7 * X).all()
+    assert [(shape.parts, shape.experts, shape.weighed) for shape in launched_shapes] == [
         (1, 1, False), (2, 1, False), (2, E, False), (1, E, True)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "subscripts", "says"),
+    ("x", "weight", "subscripts", "message"),
     [
         ((5, 128), (128, 64), "TD,DA->TA", None),
         ((5, 96), (96, 60), "TD,DA->TA", "must divide by 64, and are 96 and 60"),
@@ -784,32 +863,35 @@ def test_it_serves_where_there_is_a_card(card):
         ((5, 2, 64), (64, 64, 2), "TNH,AHN->TA", "is not a product of rows with one matrix"),
     ],
 )
-def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
+def test_unsupported_products_run_in_xla(launched_shapes, x, weight, subscripts, message):
     rng = np.random.default_rng(0)
-    x = draw(rng, *x)
-    weight = draw(rng, *weight)
-    found = products.einsum(subscripts, x, weight)
-    if says is None:
-        assert card
+    x = random_bfloat16(rng, *x)
+    weight = random_bfloat16(rng, *weight)
+    outputs = products.einsum(subscripts, x, weight)
+    if message is None:
+        assert launched_shapes
         return
-    assert not card
+    assert not launched_shapes
     np.testing.assert_allclose(
-        exact(found), np.einsum(subscripts, exact(x), exact(weight)), rtol=2e-2, atol=0.2
+        as_float64(outputs),
+        np.einsum(subscripts, as_float64(x), as_float64(weight)),
+        rtol=2e-2,
+        atol=0.2,
     )
-    with pytest.raises(NotImplementedError, match=says):
+    with pytest.raises(NotImplementedError, match=message):
         products.einsum(subscripts, x, weight, implementation="mosaic")
 
 
-def test_it_says_all_that_stands_against_it(card):
+def test_error_lists_every_unsupported_property(launched_shapes):
     x = jnp.zeros((5, 60))
     weight = jnp.zeros((60, 2, 64))
-    wanted = (
+    message = (
         "rows must be bfloat16, not float32; weights must be bfloat16 or codes, not float32; "
         "inputs "
     )
     with pytest.raises(
         NotImplementedError,
-        match=wanted + "and .* are 60 and 64; the activation must be one of silu, .* not gelu",
+        match=message + "and .* are 60 and 64; the activation must be one of silu, .* not gelu",
     ):
         products.gated("TD,DGF->TGF", x, weight, "gelu", "mosaic")
 
@@ -818,9 +900,10 @@ def test_it_says_all_that_stands_against_it(card):
     ("capability", "kernel"),
     [("8.0", "triton"), ("8.9", "triton"), ("9.0", "mosaic"), ("10.0", "triton")],
 )
-def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
-    """On all but Hopper for experts and codes alone; codes of four bits come in blocks of 64 rows
-    at most.
+def test_gpu_generation_decides_the_kernel(capability, kernel, monkeypatch):
+    """GPUs other than Hopper run only expert and quantised products, in Triton.
+
+    Triton's int4 kernel has blocks of at most 64 rows.
     """
     device.is_hopper.cache_clear()
     monkeypatch.setattr(device, "is_gpu", lambda: True)
@@ -834,10 +917,10 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
 
     monkeypatch.setattr(prepare, "run", run)
     rng = np.random.default_rng(0)
-    weight = draw(rng, 128, 64)
-    x = draw(rng, 200, 128)
-    for each in (rounded(weight, False), in_four_bits(weight, 32)):
-        linear.weight_of(each).einsum("TD,DA->TA", x)
+    weight = random_bfloat16(rng, 128, 64)
+    x = random_bfloat16(rng, 200, 128)
+    for quantized in (quantize_int8(weight, False), quantize_int4(weight, 32)):
+        linear.weight_of(quantized).einsum("TD,DA->TA", x)
     assert ran == [(kernel, 128), (kernel, 64 if kernel == "triton" else 128)]
     if kernel == "triton":
         with pytest.raises(
@@ -847,21 +930,21 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
         with pytest.raises(
             NotImplementedError, match="groups must be of 32, 64 or 128 inputs, not 16"
         ):
-            linear.weight_of(in_four_bits(weight, 16)).einsum("TD,DA->TA", x)
-        for gigabytes, declined in ((2, False), (3, True), (4, True), (5, False)):
+            linear.weight_of(quantize_int4(weight, 16)).einsum("TD,DA->TA", x)
+        for gigabytes, is_unsupported in ((2, False), (3, True), (4, True), (5, False)):
             stack = jax.ShapeDtypeStruct((gigabytes << 10, 1024, 1024), jnp.int8)
             codes = GpuMatrix(stack, "int8", jnp.ones(1))
-            given = prepare.choose_kernel(None), x, codes, 1024, 1024
-            if not declined:
-                prepare.check_supported(*given, grouped=True)
+            arguments = prepare.choose_kernel(None), x, codes, 1024, 1024
+            if not is_unsupported:
+                prepare.check_supported(*arguments, grouped=True)
                 continue
             with pytest.raises(NotImplementedError, match="codes must not be of 2 to 4 GiB"):
-                prepare.check_supported(*given, grouped=True)
+                prepare.check_supported(*arguments, grouped=True)
     device.is_hopper.cache_clear()
 
 
 @pytest.mark.parametrize("capability", ["7.5", "gfx942"])
-def test_older_cards_and_other_makers_are_declined(capability, monkeypatch):
+def test_older_gpus_and_other_vendors_are_rejected(capability, monkeypatch):
     device.is_hopper.cache_clear()
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(device, "capability", lambda: capability)
@@ -873,17 +956,19 @@ def test_older_cards_and_other_makers_are_declined(capability, monkeypatch):
     device.is_hopper.cache_clear()
 
 
-def test_without_a_card_it_is_not_used():
+def test_mosaic_requires_an_nvidia_gpu():
     with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
         products.einsum("TD,DA->TA", jnp.ones((1, 64)), jnp.ones((64, 64)), implementation="mosaic")
 
 
-def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, tmp_path):
-    """The trial is attention's, in a process of its own, with this kernel's kind."""
-    tried = []
+def test_product_that_fails_its_self_test_runs_in_xla(
+    launched_shapes, monkeypatch, caplog, tmp_path
+):
+    """The self-test runs in another process with this kernel's parameters."""
+    tested = []
 
     def test(module: str, kind: str):
-        tried.append((module, json.loads(kind)))
+        tested.append((module, json.loads(kind)))
         return {"blocks": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "run_self_test", test)
@@ -891,12 +976,12 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     self_test.verdict.cache_clear()
     rng = np.random.default_rng(0)
-    x = draw(rng, 5, 128)
-    weight = draw(rng, 128, 64)
+    x = random_bfloat16(rng, 5, 128)
+    weight = random_bfloat16(rng, 128, 64)
     with caplog.at_level(logging.WARNING, "quire"):
         assert not (products.einsum("TD,DA->TA", x, weight) == 7).all()
-    assert not card and "it is wrong on this GPU: blocks by 5.0e-01" in caplog.text
-    assert tried == [("quire.ops.linear.gpu_kernel.accuracy", KIND | {"bias": False})]
+    assert not launched_shapes and "it is wrong on this GPU: blocks by 5.0e-01" in caplog.text
+    assert tested == [("quire.ops.linear.gpu_kernel.accuracy", KIND | {"bias": False})]
     self_test.verdict.cache_clear()
 
 
@@ -904,7 +989,7 @@ INT8 = {"codes": "int8", "rounded": True}
 FP8 = {"codes": "float8", "rounded": True}
 INT4 = {"codes": "int4", "group": 32}
 BASE = shape.ProductShape(1, 16, 1, 4096, 4096, 1, 132, "bfloat16")
-PRODUCTION = {
+PRODUCTION_SHAPES = {
     "Llama-3-8B, qkv, 16 rows": BASE._replace(outputs=6144),
     "Llama-3-8B, qkv, 64 rows": BASE._replace(outputs=6144, rows=64),
     "Llama-3-8B, out, 16 rows": BASE._replace(),
@@ -1048,11 +1133,11 @@ PRODUCTION = {
     ),
 }
 
-LOWERED = ["Llama-3-8B, up, 2048 rows", "gpt-oss-20b, up"]
+ALWAYS_LOWERED = ["Llama-3-8B, up, 2048 rows", "gpt-oss-20b, up"]
 
 
 def operands_of(s: shape.ProductShape) -> shape.Operands:
-    """The shapes of what a product reads."""
+    """Shapes and dtypes of a product's operands."""
     rows = s.blocks * s.rows
 
     def array(*axes: int, dtype=jnp.bfloat16):
@@ -1086,15 +1171,13 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
 
 
 def step_of(name: str):
-    """(a product by the kernel of this card, or Hopper's where there is none, the shapes of its
-    operands).
-    """
-    other = device.is_gpu() and not device.is_hopper()
-    s = PRODUCTION[name]._replace(kernel="triton" if other else "mosaic")
+    """(a product by this GPU's kernel, or Hopper's without a GPU; the shapes of its operands)."""
+    uses_triton = device.is_gpu() and not device.is_hopper()
+    s = PRODUCTION_SHAPES[name]._replace(kernel="triton" if uses_triton else "mosaic")
     return jax.jit(lambda operands: prepare.multiply(s, operands, None)), (operands_of(s),)
 
 
-@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
+@pytest.mark.parametrize("name", thinned(PRODUCTION_SHAPES, ALWAYS_LOWERED))
 def test_lowers_for_cuda(name, monkeypatch):
     monkeypatch.undo()
     product, operands = step_of(name)
@@ -1102,16 +1185,16 @@ def test_lowers_for_cuda(name, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def steps():
-    return kernels_ahead.compile_some(__file__, PRODUCTION, LOWERED)
+def hopper_steps():
+    return kernels_ahead.compile_some(__file__, PRODUCTION_SHAPES, ALWAYS_LOWERED)
 
 
 @pytest.mark.slow
 @kernels_ahead.needs_compiler
-@pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
-def test_compiles_for_hopper(name, steps):
-    """To SASS: it fits, products are not made to wait for each other, and nothing is spilled."""
-    (kernel,) = steps[name].kernels
+@pytest.mark.parametrize("name", thinned(PRODUCTION_SHAPES, ALWAYS_LOWERED))
+def test_compiles_for_hopper(name, hopper_steps):
+    """Compiled to SASS, the kernel fits, does not serialise `wgmma`, and spills no registers."""
+    (kernel,) = hopper_steps[name].kernels
     print(
         "|",
         name,
@@ -1128,27 +1211,29 @@ def test_compiles_for_hopper(name, steps):
     assert "wgmma" not in kernel.log and kernel.stored == 0
 
 
-OTHERS = [
+TRITON_SHAPES = [
     name
-    for name, s in PRODUCTION.items()
+    for name, s in PRODUCTION_SHAPES.items()
     if not s.transposed
     and (s.experts > 1 or s.codes)
     and s.rows in shape.block_sizes("triton", s.codes)
 ]
-TRIED = ["gpt-oss-20b in MXFP4, up", "Qwen3-30B-A3B, down"]
+ALWAYS_COMPILED = ["gpt-oss-20b in MXFP4, up", "Qwen3-30B-A3B, down"]
 
 
 @pytest.fixture(scope="module", params=["a100", "b200"])
-def steps_of_others(request):
-    return request.param, kernels_ahead.compile_some(__file__, OTHERS, TRIED, request.param)
+def triton_steps(request):
+    return request.param, kernels_ahead.compile_some(
+        __file__, TRITON_SHAPES, ALWAYS_COMPILED, request.param
+    )
 
 
 @pytest.mark.slow
 @kernels_ahead.needs_compiler
-@pytest.mark.parametrize("name", thinned(OTHERS, TRIED))
-def test_compiles_for_other_cards(name, steps_of_others):
-    """By Triton, to one launch that spills nothing."""
-    card, steps = steps_of_others
+@pytest.mark.parametrize("name", thinned(TRITON_SHAPES, ALWAYS_COMPILED))
+def test_compiles_for_other_gpus(name, triton_steps):
+    """Triton compiles a product to one launch without register spills."""
+    gpu, steps = triton_steps
     step = steps[name]
-    print("|", card, "|", name, "|", step.spilled, "|")
+    print("|", gpu, "|", name, "|", step.spilled, "|")
     assert step.outside == {"kCustomKernel": 1} and not step.spilled and not step.kernels

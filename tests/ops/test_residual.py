@@ -1,6 +1,4 @@
-"""Sum and norm: the kernel where there is no card, in Pallas' interpreter and lowered, beside
-float64 and XLA.
-"""
+"""The fused sum and norm against float64 and XLA, in Pallas' interpreter, and lowered."""
 
 from dataclasses import dataclass
 
@@ -25,9 +23,9 @@ EPS = 1e-5
 @dataclass(frozen=True)
 class Case:
     D: int = 512
-    normed: bool = False  # what is added has a norm of its own
-    adds: bool = True  # otherwise it is a norm alone
-    norm: str = "scale"  # or "centred", or "centred, bias"; of what is added too
+    normed: bool = False  # the addend has its own norm
+    adds: bool = True  # otherwise a norm without a sum
+    norm: str = "scale"  # or "centred", or "centred, bias"; also the addend's norm
     dtype: str = "bfloat16"
 
     def inputs(self, seed: int = 0, rows: int = 5):
@@ -57,78 +55,80 @@ CASES = {
         D=704, normed=True, norm="centred, bias", dtype="float32"
     ),
 }
-KINDS = [
+ALWAYS_TESTED = [
     "a line for each thread",
     "lines that no thread shares",
     "nothing to add",
     "means taken off, and a bias",
 ]
-FLOATS = ["float32, a head of Qwen3-Next", "float32, with all that there is"]
+FLOAT32_CASES = ["float32, a head of Qwen3-Next", "float32, with all that there is"]
 
 
-def run(rows: Residual, scale_D):
+def run_kernel(rows: Residual, scale_D):
     def step(rows, scale_D):
         return hopper.add_and_norm(
             rows, scale_D, EPS, interpret=InterpretGPUParams(detect_races=True)
         )
 
-    found = jax.jit(step)(rows, scale_D)
+    outputs = jax.jit(step)(rows, scale_D)
     assert not gpu_callbacks.get_races().races_found
-    return found
+    return outputs
 
 
-@pytest.mark.parametrize("name", thinned(CASES, KINDS + FLOATS))
+@pytest.mark.parametrize("name", thinned(CASES, ALWAYS_TESTED + FLOAT32_CASES))
 @pytest.mark.slow
-def test_against_float64_and_xla(name):
-    """Every row is right, the sum has the bits of XLA's, and nothing races."""
+def test_kernel_matches_float64_and_xla(name):
+    """The sum is bit-identical to XLA's unless the addend has a norm."""
     rows, scale_D = CASES[name].inputs()
-    found = run(rows, scale_D)
-    allowed = 1e-2 if CASES[name].dtype == "bfloat16" else 1e-6
-    for out, right in zip(found, accuracy.in_float64(rows, scale_D, EPS), strict=True):
+    outputs = run_kernel(rows, scale_D)
+    tolerance = 1e-2 if CASES[name].dtype == "bfloat16" else 1e-6
+    for out, expected in zip(outputs, accuracy.in_float64(rows, scale_D, EPS), strict=True):
         assert np.all(
-            np.abs(np.asarray(out, np.float64) - right)
-            < allowed * np.abs(right).max(1, keepdims=True)
+            np.abs(np.asarray(out, np.float64) - expected)
+            < tolerance * np.abs(expected).max(1, keepdims=True)
         )
-    by_xla = xla.add_and_norm(rows, scale_D, EPS)
-    for out, other in zip(found, by_xla, strict=True):
-        assert out.dtype == other.dtype
-        out, other = (np.asarray(array, np.float32) for array in (out, other))
-        assert np.all(np.abs(out - other) <= allowed * np.abs(other).max(1, keepdims=True))
+    xla_outputs = xla.add_and_norm(rows, scale_D, EPS)
+    for out, xla_out in zip(outputs, xla_outputs, strict=True):
+        assert out.dtype == xla_out.dtype
+        out, xla_out = (np.asarray(array, np.float32) for array in (out, xla_out))
+        assert np.all(np.abs(out - xla_out) <= tolerance * np.abs(xla_out).max(1, keepdims=True))
     if rows.scale_D is None:
-        assert np.asarray(found[0]).tobytes() == np.asarray(by_xla[0]).tobytes()
+        assert np.asarray(outputs[0]).tobytes() == np.asarray(xla_outputs[0]).tobytes()
 
 
-@pytest.mark.parametrize("name", [*KINDS[1:], *FLOATS])
-def test_a_row_has_the_same_bits_in_any_company(name):
+@pytest.mark.parametrize("name", [*ALWAYS_TESTED[1:], *FLOAT32_CASES])
+def test_kernel_is_batch_invariant(name):
     rows, scale_D = CASES[name].inputs()
-    found = run(rows, scale_D)
+    outputs = run_kernel(rows, scale_D)
     order = np.array([3, 0, 4])
     y_TD = None if rows.y_TD is None else rows.y_TD[order]
-    others = run(Residual(rows.x_TD[order].at[1].set(jnp.nan), y_TD, rows.scale_D), scale_D)
-    for out, other in zip(found, others, strict=True):
-        for place in (0, 2):
-            assert np.asarray(out[order[place]]).tobytes() == np.asarray(other[place]).tobytes()
-        assert np.all(np.isnan(np.asarray(other[1], np.float32)))
+    other_outputs = run_kernel(
+        Residual(rows.x_TD[order].at[1].set(jnp.nan), y_TD, rows.scale_D), scale_D
+    )
+    for out, other_out in zip(outputs, other_outputs, strict=True):
+        for row in (0, 2):
+            assert np.asarray(out[order[row]]).tobytes() == np.asarray(other_out[row]).tobytes()
+        assert np.all(np.isnan(np.asarray(other_out[1], np.float32)))
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
-@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in FLOATS], KINDS[1:]))
+@pytest.mark.parametrize(
+    "name", thinned([name for name in CASES if name not in FLOAT32_CASES], ALWAYS_TESTED[1:])
+)
 @pytest.mark.slow
-def test_the_norm_in_codes_besides(name, kind):
-    """They are those that the norm's own bits are rounded to by themselves, and change neither norm
-    nor sum.
-    """
-    given = CASES[name].inputs()
+def test_quantized_norm_equals_the_quantized_rows_of_the_norm(name, kind):
+    """Quantised outputs do not change the norm or the sum."""
+    inputs = CASES[name].inputs()
 
     def step(rows, scale_D):
         return hopper.add_and_norm(
             rows, scale_D, EPS, kind, interpret=InterpretGPUParams(detect_races=True)
         )
 
-    total, normed = jax.jit(step)(*given)
+    total, normed = jax.jit(step)(*inputs)
     assert not gpu_callbacks.get_races().races_found
-    for out, other in zip((total, normed.rows), run(*given), strict=True):
-        assert np.asarray(out).tobytes() == np.asarray(other).tobytes()
+    for out, expected in zip((total, normed.rows), run_kernel(*inputs), strict=True):
+        assert np.asarray(out).tobytes() == np.asarray(expected).tobytes()
     codes, scale = round_rows(normed.rows, kind)
     assert normed.kind == kind and normed.codes.dtype == jnp.bfloat16
     assert np.array_equal(np.asarray(normed.codes, np.float32), np.asarray(codes, np.float32))
@@ -136,28 +136,28 @@ def test_the_norm_in_codes_besides(name, kind):
 
 
 @pytest.mark.parametrize(("D", "normed"), [(7, False), (48, True)])
-def test_xla_adds_and_normalises_as_separate_operations_do(D, normed):
-    """To the bit. It serves nothing to add, and no norm of the sum, too."""
+def test_xla_matches_separate_sum_and_norm(D, normed):
+    """Bit-identical; also without an addend, and without a norm of the sum."""
     (x_TD, y_TD, y_scale_D), scale_D = Case(D, normed).inputs()
     x_TD = x_TD.astype(jnp.float32)
     y_TD = y_TD.astype(jnp.float32)
     rows = Residual(x_TD, y_TD, y_scale_D)
     total = x_TD + (rms_norm(y_TD, y_scale_D, EPS) if normed else y_TD)
-    for out, right in zip(
+    for out, expected in zip(
         xla.add_and_norm(rows, scale_D, EPS), (total, rms_norm(total, scale_D, EPS)), strict=True
     ):
-        assert np.asarray(out).tobytes() == np.asarray(right).tobytes()
-    nothing = xla.add_and_norm(Residual(x_TD), scale_D, EPS)
-    plain = xla.add_and_norm(rows, None, EPS)
-    assert np.array_equal(nothing[0], x_TD) and np.array_equal(
-        nothing[1], rms_norm(x_TD, scale_D, EPS)
+        assert np.asarray(out).tobytes() == np.asarray(expected).tobytes()
+    norm_only = xla.add_and_norm(Residual(x_TD), scale_D, EPS)
+    sum_only = xla.add_and_norm(rows, None, EPS)
+    assert np.array_equal(norm_only[0], x_TD) and np.array_equal(
+        norm_only[1], rms_norm(x_TD, scale_D, EPS)
     )
-    assert np.array_equal(plain[0], total) and np.array_equal(plain[1], total)
+    assert np.array_equal(sum_only[0], total) and np.array_equal(sum_only[1], total)
     for out in residual.add_and_norm(rows, None, EPS):
         np.testing.assert_allclose(out, total, rtol=1e-5, atol=1e-5)
 
 
-def test_all_reasons_are_said():
+def test_error_lists_every_unsupported_property():
     rows, scale_D = Case(D=100).inputs()
     with pytest.raises(
         NotImplementedError,
@@ -188,7 +188,7 @@ def spoil_a_scale(sum_TD, normed):
     return sum_TD, normed.replace(scale=normed.scale.at[7].multiply(1.02))
 
 
-TRIALS = [
+SELF_TESTS = [
     (None, None),
     (None, spoil_a_sum),
     (None, spoil_a_norm),
@@ -197,7 +197,7 @@ TRIALS = [
 ]
 
 
-@pytest.mark.parametrize(("rounds", "spoil"), TRIALS)
+@pytest.mark.parametrize(("rounds", "spoil"), SELF_TESTS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -208,27 +208,25 @@ TRIALS = [
     ids=str,
 )
 @pytest.mark.slow
-def test_a_trial(case, rounds, spoil, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
-    from another.
-    """
+def test_self_test_rejects_inaccurate_kernel(case, rounds, spoil, monkeypatch):
+    """The GPU self-test, with few rows in the interpreter, accepts only an accurate kernel."""
     real = accuracy.sum_and_norm
 
-    def kernel(*given):
-        found = real(*given)
-        return found if spoil is None else spoil(*found)
+    def kernel(*arguments):
+        outputs = real(*arguments)
+        return outputs if spoil is None else spoil(*outputs)
 
     monkeypatch.setattr(accuracy, "sum_and_norm", kernel)
     kind = hopper.kind(*case.inputs(), rounds)
-    found = self_test.measure(accuracy.ResidualCase(kind, 12, InterpretGPUParams()), 0, repeats=2)
-    assert (found.wrong is not None) == (spoil is not None)
+    result = self_test.measure(accuracy.ResidualCase(kind, 12, InterpretGPUParams()), 0, repeats=2)
+    assert (result.wrong is not None) == (spoil is not None)
 
 
-def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_path):
-    asked = []
+def test_kernel_that_fails_its_self_test_is_replaced_by_xla(monkeypatch, caplog, tmp_path):
+    tested = []
 
     def test(module, kind):
-        asked.append((module, kind))
+        tested.append((module, kind))
         return {"sums and norms": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
@@ -239,10 +237,10 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
     self_test.warn_once.cache_clear()
     rows, scale_D = Case().inputs()
     for _ in range(2):
-        found = residual.add_and_norm(rows, scale_D, EPS)
-        # sums have the same bits by all
-        assert np.array_equal(found[0], xla.add_and_norm(rows, scale_D, EPS)[0])
-    assert [module for module, _ in asked] == ["quire.ops.residual.accuracy"]
+        outputs = residual.add_and_norm(rows, scale_D, EPS)
+        # all implementations give bit-identical sums
+        assert np.array_equal(outputs[0], xla.add_and_norm(rows, scale_D, EPS)[0])
+    assert [module for module, _ in tested] == ["quire.ops.residual.accuracy"]
     assert (
         caplog.text.count(
             "it is wrong on this GPU: sums and norms by 5.0e-01, where 6e-03 is allowed"
@@ -263,11 +261,11 @@ def test_lowers_for_cuda_as_one_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("norm", [None, "scale", "centred, bias"])
-def test_norms_of_heads_are_those_of_their_rows(norm):
+def test_norm_over_heads_equals_the_norm_over_rows(norm):
     rng = np.random.default_rng(0)
     x_TNH = jnp.asarray(rng.standard_normal((5, 3, 128)), jnp.float32)
     weights = accuracy.random_norm(norm, 128, rng)
-    found = residual.norm_alone(x_TNH, weights, EPS)
+    actual = residual.norm_alone(x_TNH, weights, EPS)
     ones_D = jnp.ones(128) if weights is None else weights
-    right = accuracy.in_float64(Residual(x_TNH.reshape(15, 128)), ones_D, EPS)[1]
-    np.testing.assert_allclose(found, right.reshape(5, 3, 128), rtol=1e-5, atol=1e-6)
+    expected = accuracy.in_float64(Residual(x_TNH.reshape(15, 128)), ones_D, EPS)[1]
+    np.testing.assert_allclose(actual, expected.reshape(5, 3, 128), rtol=1e-5, atol=1e-6)

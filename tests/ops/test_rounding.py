@@ -1,6 +1,4 @@
-"""Rows as codes: the kernel where there is no card, in Pallas' interpreter and lowered, beside
-float64 and XLA.
-"""
+"""The GPU kernel that quantises rows: in Pallas' interpreter, and lowered."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +16,12 @@ from quire.tests.support.cases import thinned
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 
 
-def drawn(width: int, rows: int = 6):
-    """Rows of all sizes; the second is zero."""
+def random_rows(width: int, rows: int = 6):
+    """Random rows of different magnitudes; the second is zero."""
     return accuracy.RoundingCase({"width": width, "codes": "int8"}, rows).build(0)[1][0]
 
 
-def run(x_RK, codes: str = "int8"):
+def run_kernel(x_RK, codes: str = "int8"):
     def step(x_RK):
         return hopper.round_rows(x_RK, codes, interpret=InterpretGPUParams(detect_races=True))
 
@@ -34,65 +32,63 @@ def run(x_RK, codes: str = "int8"):
 
 
 @pytest.mark.parametrize("width", thinned([64, 512, 704, 2880, 14336, 16384], [64, 704]))
-def test_against_float64_and_xla(width):
-    x_RK = drawn(width)
-    codes_RK, scale_R = run(x_RK)
+def test_int8_rows_match_float64_and_xla(width):
+    x_RK = random_rows(width)
+    codes_RK, scale_R = run_kernel(x_RK)
     exact = np.asarray(x_RK, np.float64)
     np.testing.assert_allclose(scale_R, np.abs(exact).max(1) / 127, rtol=1e-6)
     assert np.all(
         np.abs(codes_RK * scale_R[:, None].astype(np.float64) - exact) <= 0.501 * scale_R[:, None]
     )
     assert np.abs(codes_RK).max(1).tolist() == [127, 0, 127, 127, 127, 127]
-    by_xla = xla.round_rows(x_RK, "int8")
-    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(
-        scale_R, by_xla[1]
+    xla_outputs = xla.round_rows(x_RK, "int8")
+    assert np.array_equal(codes_RK, np.asarray(xla_outputs[0], np.float32)) and np.array_equal(
+        scale_R, xla_outputs[1]
     )
 
 
 @pytest.mark.parametrize("width", thinned([64, 704, 4096], [704]))
-def test_to_float8_against_float64_and_xla(width):
-    """The nearest float of eight bits, one of its kind, and a scale that makes 448 of a row's
-    largest.
-    """
-    x_RK = drawn(width)
-    codes_RK, scale_R = run(x_RK, "float8")
+def test_float8_rows_match_float64_and_xla(width):
+    """Codes are nearest float8 values; scales map each row's maximum to 448."""
+    x_RK = random_rows(width)
+    codes_RK, scale_R = run_kernel(x_RK, "float8")
     exact = np.asarray(x_RK, np.float64)
     np.testing.assert_allclose(scale_R, np.abs(exact).max(1) / 448, rtol=1e-6)
     assert np.abs(codes_RK).max(1).tolist() == [448, 0, 448, 448, 448, 448]
-    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    every = every[np.isfinite(every)]
+    float8_values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    float8_values = float8_values[np.isfinite(float8_values)]
     quotient = exact / np.where(scale_R > 0, scale_R, 1).astype(np.float64)[:, None]
-    least = np.abs(quotient[:, :64, None] - every).min(-1)
-    assert np.isin(codes_RK, every).all() and np.all(
-        np.abs(codes_RK - quotient)[:, :64] <= least * 1.001 + 1e-5
+    min_error = np.abs(quotient[:, :64, None] - float8_values).min(-1)
+    assert np.isin(codes_RK, float8_values).all() and np.all(
+        np.abs(codes_RK - quotient)[:, :64] <= min_error * 1.001 + 1e-5
     )
-    by_xla = xla.round_rows(x_RK, "float8")
-    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(
-        scale_R, by_xla[1]
+    xla_outputs = xla.round_rows(x_RK, "float8")
+    assert np.array_equal(codes_RK, np.asarray(xla_outputs[0], np.float32)) and np.array_equal(
+        scale_R, xla_outputs[1]
     )
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_a_row_has_the_same_bits_in_any_company(kind):
-    """Also beside rows that are not finite, which stay so by their scale."""
-    x_RK = drawn(192)
-    codes_RK, scale_R = run(x_RK, kind)
+def test_kernel_is_batch_invariant(kind):
+    """Also with non-finite rows, whose scales become NaN."""
+    x_RK = random_rows(192)
+    codes_RK, scale_R = run_kernel(x_RK, kind)
     order = np.array([3, 0, 5, 4])
-    others = x_RK[order].at[1, 7].set(jnp.nan).at[2, 3].set(-jnp.inf)
-    codes, scale = run(others, kind)
-    for place in (0, 3):
-        assert codes[place].tobytes() == codes_RK[order[place]].tobytes()
-        assert scale[place] == scale_R[order[place]]
+    other_rows = x_RK[order].at[1, 7].set(jnp.nan).at[2, 3].set(-jnp.inf)
+    codes, scale = run_kernel(other_rows, kind)
+    for row in (0, 3):
+        assert codes[row].tobytes() == codes_RK[order[row]].tobytes()
+        assert scale[row] == scale_R[order[row]]
     assert np.isnan(scale[1:3]).all() and np.isfinite(codes).all()
 
 
-def test_all_reasons_are_said():
+def test_error_lists_every_unsupported_property():
     with pytest.raises(
         NotImplementedError, match=r"bfloat16, not float32, and .* multiple of 64 .* not 100"
     ):
         hopper.round_rows(jnp.zeros((2, 100)), "int8", interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
-        rounding.round_rows(drawn(64), implementation="mosaic_gpu")
+        rounding.round_rows(random_rows(64), implementation="mosaic_gpu")
 
 
 def spoil_a_code(codes_RK, scale_R):
@@ -105,28 +101,29 @@ def spoil_a_scale(codes_RK, scale_R):
 
 @pytest.mark.parametrize("codes", ["int8", "float8"])
 @pytest.mark.parametrize("spoil", [None, spoil_a_code, spoil_a_scale])
-def test_a_trial(spoil, codes, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
-    from another.
-    """
+def test_self_test_rejects_inaccurate_kernel(spoil, codes, monkeypatch):
+    """The GPU self-test, with few rows in the interpreter, accepts only an accurate kernel."""
     real = accuracy.code_rows
 
-    def kernel(*given):
-        found = real(*given)
-        return found if spoil is None else spoil(*found)
+    def kernel(*arguments):
+        outputs = real(*arguments)
+        return outputs if spoil is None else spoil(*outputs)
 
     monkeypatch.setattr(accuracy, "code_rows", kernel)
     case, _ = accuracy.cases({"width": 192, "codes": codes})
-    found = self_test.measure(
+    result = self_test.measure(
         accuracy.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2
     )
-    assert (found.wrong is not None) == (spoil is not None)
+    assert (result.wrong is not None) == (spoil is not None)
 
 
 def test_lowers_for_cuda_as_one_kernel(monkeypatch):
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     text = (
-        jax.jit(rounding.round_rows).trace(drawn(512)).lower(lowering_platforms=("cuda",)).as_text()
+        jax.jit(rounding.round_rows)
+        .trace(random_rows(512))
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
     )
     assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.reduce" not in text

@@ -1,6 +1,4 @@
-"""Routing by kernels where there is no card, in Pallas' interpreter and lowered: beside float64, a
-loop and XLA.
-"""
+"""The GPU routing kernels against float64, a loop and XLA: in Pallas' interpreter, and lowered."""
 
 import re
 
@@ -29,7 +27,7 @@ RULES = {
     "Granite 4": (72, False, RoutingRule(10, "softmax_top")),
     "with a bias, in groups": (60, True, RoutingRule(4, "sigmoid", True, 1.5, 6, 2, "top2")),
 }
-# rows, chosen, experts, rows of a block
+# rows, experts per row, experts, rows of a block
 SIZES = (
     (16, 4, 32, 16),
     (32, 2, 72, 16),
@@ -40,18 +38,18 @@ SIZES = (
 )
 
 
-def chosen(logits_TE, live_T, rule: RoutingRule, bias_E):
+def route_experts(logits_TE, live_T, rule: RoutingRule, bias_E):
     def step(logits_TE, live_T, bias_E):
         interpret = InterpretGPUParams(detect_races=True)
         return hopper.route(logits_TE, live_T, rule, bias_E, interpret=interpret)
 
-    found = jax.jit(step)(logits_TE, live_T, bias_E)
+    outputs = jax.jit(step)(logits_TE, live_T, bias_E)
     assert not gpu_callbacks.get_races().races_found
-    return tuple(np.asarray(array) for array in found)
+    return tuple(np.asarray(array) for array in outputs)
 
 
-def drawn(name: str, rows: int, seed: int = 0):
-    """(logits, live, rule, bias): every other row has experts that are equally good."""
+def random_inputs(name: str, rows: int, seed: int = 0):
+    """(logits, live, rule, bias); every other row has ties between experts."""
     E, biased, rule = RULES[name]
     kind = {"experts": E, "bias": biased, "rule": [*rule]}
     (logits_TE, live_T, bias_E), _ = accuracy.RouteCase(kind, rows).build(seed)[1:]
@@ -59,47 +57,45 @@ def drawn(name: str, rows: int, seed: int = 0):
 
 
 @pytest.mark.parametrize("name", thinned(RULES, ["gpt-oss-20b", "DeepSeek-V3"]))
-def test_choices_against_float64_and_xla(name):
-    """Of equal experts the first are chosen, by rows that are live; XLA chooses the same."""
-    logits_TE, live_T, rule, bias_E = drawn(name, 12)
-    weights_TX, experts_TX = chosen(logits_TE, live_T, rule, bias_E)
-    right_TX, best_TX = accuracy.in_float64(logits_TE, rule, bias_E)
+def test_chosen_experts_match_float64_and_xla(name):
+    """The first of tied experts are chosen; rows that are not live choose none."""
+    logits_TE, live_T, rule, bias_E = random_inputs(name, 12)
+    weights_TX, experts_TX = route_experts(logits_TE, live_T, rule, bias_E)
+    expected_TX, best_TX = accuracy.in_float64(logits_TE, rule, bias_E)
     assert not np.all(live_T)
     assert experts_TX.tolist() == np.where(live_T[:, None], best_TX, logits_TE.shape[1]).tolist()
-    np.testing.assert_allclose(weights_TX, right_TX, rtol=1e-5)
-    by_xla = xla.route(logits_TE, live_T, rule, bias_E)
-    assert experts_TX.tolist() == by_xla[1].tolist()
-    np.testing.assert_allclose(weights_TX, by_xla[0], rtol=2e-6)
+    np.testing.assert_allclose(weights_TX, expected_TX, rtol=1e-5)
+    xla_outputs = xla.route(logits_TE, live_T, rule, bias_E)
+    assert experts_TX.tolist() == xla_outputs[1].tolist()
+    np.testing.assert_allclose(weights_TX, xla_outputs[0], rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "DeepSeek-V3"])
-def test_a_row_chooses_alike_in_any_company(name):
-    logits_TE, _, rule, bias_E = drawn(name, 5)
+def test_routing_is_batch_invariant(name):
+    logits_TE, _, rule, bias_E = random_inputs(name, 5)
     live_T = jnp.ones(5, bool)
-    found = chosen(logits_TE, live_T, rule, bias_E)
+    outputs = route_experts(logits_TE, live_T, rule, bias_E)
     order = np.array([3, 0, 4])
-    others = chosen(logits_TE[order].at[1].set(jnp.nan), live_T[:3], rule, bias_E)
-    for mine, other in zip(found, others, strict=True):
-        for place in (0, 2):
-            assert mine[order[place]].tobytes() == other[place].tobytes()
-    assert np.all((others[1] >= 0) & (others[1] < logits_TE.shape[1])), (
-        "a row of NaN chooses experts too"
+    other_outputs = route_experts(logits_TE[order].at[1].set(jnp.nan), live_T[:3], rule, bias_E)
+    for array, other_array in zip(outputs, other_outputs, strict=True):
+        for row in (0, 2):
+            assert array[order[row]].tobytes() == other_array[row].tobytes()
+    assert np.all((other_outputs[1] >= 0) & (other_outputs[1] < logits_TE.shape[1])), (
+        "a row of NaN has valid experts"
     )
-    assert np.all(np.isnan(others[0][1])), "and gives NaN"
+    assert np.all(np.isnan(other_outputs[0][1])), "and its weights are NaN"
 
 
-def test_scores_that_are_all_below_zero():
-    """A group that is left out loses to all others, and an expert that is chosen is not chosen
-    again.
-    """
+def test_routing_with_negative_scores():
+    """Experts of excluded groups are never chosen, and no expert is chosen twice."""
     bias_E = jnp.asarray(np.repeat([-1.0, -9.0, -5.0, -3.0], 8), jnp.float32)
     rule = RoutingRule(16, "sigmoid", groups=4, top_groups=2, group_score="top2")
-    _, experts_TX = chosen(jnp.zeros((1, 32), jnp.float32), jnp.ones(1, bool), rule, bias_E)
+    _, experts_TX = route_experts(jnp.zeros((1, 32), jnp.float32), jnp.ones(1, bool), rule, bias_E)
     assert experts_TX[0].tolist() == [*range(8), *range(24, 32)]
 
 
-def pairs(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
-    """Which experts rows choose; E is none."""
+def draw_expert_ids(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
+    """Expert ids per row; E stands for no expert."""
     if kind == "one":
         return np.where(np.arange(X) == 0, E // 2, E) + np.zeros((T, 1), int)
     if kind == "none":
@@ -110,25 +106,25 @@ def pairs(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", thinned(["any", "one", "none"], ["any"]))
 @pytest.mark.parametrize("sizes", thinned(SIZES, [(16, 4, 32, 16)]))
 @pytest.mark.slow
-def test_places_are_those_of_xla(sizes, kind):
-    """Number by number, and nothing races."""
+def test_align_matches_xla(sizes, kind):
+    """All fields are equal, and no accesses race."""
     T, X, E, rows = sizes
     rng = np.random.default_rng(T + E)
-    experts_TX = jnp.asarray(pairs(rng, T, X, E, kind), jnp.int32)
+    experts_TX = jnp.asarray(draw_expert_ids(rng, T, X, E, kind), jnp.int32)
     weights_TX = jnp.asarray(rng.random((T, X)), jnp.float32)
 
     def step(experts_TX, weights_TX):
         interpret = InterpretGPUParams(detect_races=True)
         return hopper.align(experts_TX, weights_TX, E, rows, interpret=interpret)
 
-    found = jax.jit(step)(experts_TX, weights_TX)
+    actual = jax.jit(step)(experts_TX, weights_TX)
     assert not gpu_callbacks.get_races().races_found
-    wanted = xla.align(experts_TX, weights_TX, E, rows)
-    for name in found._fields:
-        assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
+    expected = xla.align(experts_TX, weights_TX, E, rows)
+    for name in actual._fields:
+        assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), name
 
 
-def test_all_reasons_are_said():
+def test_error_lists_every_unsupported_property():
     logits_TE = jnp.zeros((4, 1032), jnp.bfloat16)
     live_T = jnp.ones(4, bool)
     with pytest.raises(
@@ -153,32 +149,30 @@ def spoil_a_weight(weights_TX, experts_TX):
 
 
 @pytest.mark.parametrize("spoil", [None, spoil_a_choice, spoil_a_weight])
-def test_a_trial_of_choices(spoil, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
-    from another.
-    """
+def test_self_test_rejects_wrong_expert_choices(spoil, monkeypatch):
+    """The GPU self-test, with few rows in the interpreter, accepts only a correct kernel."""
     real = accuracy.choose_experts
 
-    def kernel(*given):
-        found = real(*given)
-        return found if spoil is None else spoil(*found)
+    def kernel(*arguments):
+        outputs = real(*arguments)
+        return outputs if spoil is None else spoil(*outputs)
 
     monkeypatch.setattr(accuracy, "choose_experts", kernel)
     E, biased, rule = RULES["gpt-oss-20b"]
     kind = {"experts": E, "bias": biased, "rule": [*rule]}
     case, _ = accuracy.cases(kind)
-    found = self_test.measure(accuracy.RouteCase(kind, 8, InterpretGPUParams()), 0, repeats=2)
-    assert case.name == "choices" and (found.wrong is not None) == (spoil is not None)
+    result = self_test.measure(accuracy.RouteCase(kind, 8, InterpretGPUParams()), 0, repeats=2)
+    assert case.name == "choices" and (result.wrong is not None) == (spoil is not None)
 
 
 @pytest.mark.parametrize("spoiled", [None, "place_Z", "pair_P", "weight_P", "experts_B", "count_1"])
-def test_a_trial_of_places(spoiled, monkeypatch):
+def test_self_test_rejects_wrong_places(spoiled, monkeypatch):
     def kernel(experts_TX, weights_TX, experts, rows, interpret):
-        found = xla.align(experts_TX, weights_TX, experts, rows)
+        blocks = xla.align(experts_TX, weights_TX, experts, rows)
         return (
-            found
+            blocks
             if spoiled is None
-            else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
+            else blocks._replace(**{spoiled: getattr(blocks, spoiled).at[0].add(1)})
         )
 
     monkeypatch.setattr(accuracy, "place_pairs", kernel)
@@ -186,13 +180,13 @@ def test_a_trial_of_places(spoiled, monkeypatch):
     assert (self_test.measure(case, 0, repeats=2).wrong is not None) == (spoiled is not None)
 
 
-def test_a_trial_runs_the_kernel_of_places():
+def test_self_test_accepts_the_align_kernel():
     case = accuracy.AlignCase({"experts": 8, "rows": 16}, (16, 4), InterpretGPUParams())
     assert self_test.measure(case, 0, repeats=2).wrong is None
 
 
-def test_float64_against_a_loop():
-    """What the trial takes for right, row by row: of equal experts the first."""
+def test_float64_reference_matches_a_loop():
+    """The self-test's reference, row by row; the first of tied experts are chosen."""
     for seed in range(cases(40)):
         rng = np.random.default_rng(seed)
         rule = RoutingRule(
@@ -214,11 +208,11 @@ def test_float64_against_a_loop():
             np.testing.assert_allclose(weights, 2 * scores[experts] / total, rtol=1e-12)
 
 
-def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_path):
-    asked = []
+def test_kernel_that_fails_its_self_test_is_replaced_by_xla(monkeypatch, caplog, tmp_path):
+    tested_modules = []
 
     def test(module, kind):
-        asked.append(module)
+        tested_modules.append(module)
         return {"choices": self_test.CaseResult(0.5, 0.5, 0, 1e-5)}
 
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
@@ -227,11 +221,11 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
     self_test.verdict.cache_clear()
     self_test.warn_once.cache_clear()
-    logits_TE, live_T, rule, bias_E = drawn("gpt-oss-20b", 4)
+    logits_TE, live_T, rule, bias_E = random_inputs("gpt-oss-20b", 4)
     for _ in range(2):
         _, experts_TX = routing.route(logits_TE, live_T, rule, bias_E)
         assert experts_TX.tolist() == xla.route(logits_TE, live_T, rule, bias_E)[1].tolist()
-    assert asked == ["quire.ops.moe.routing.accuracy"]
+    assert tested_modules == ["quire.ops.moe.routing.accuracy"]
     assert (
         caplog.text.count("it is wrong on this GPU: choices by 5.0e-01, where 1e-05 is allowed")
         == 1
@@ -242,7 +236,7 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
 def test_lowers_for_cuda_as_two_kernels_without_a_sort(monkeypatch):
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    logits_TE, live_T, rule, bias_E = drawn("DeepSeek-V3", 64)
+    logits_TE, live_T, rule, bias_E = random_inputs("DeepSeek-V3", 64)
 
     def step(logits_TE, live_T, bias_E):
         weights_TX, experts_TX = routing.route(logits_TE, live_T, rule, bias_E)

@@ -1,6 +1,4 @@
-"""The arithmetic under sampling: sums in a fixed order, thresholds without a sort, the inverse
-draw, the generator.
-"""
+"""Arithmetic of sampling: fixed-order sums, top-k/top-p thresholds, inverse CDF, generator."""
 
 from functools import partial
 
@@ -12,7 +10,7 @@ import pytest
 from quire.ops.sampling import xla
 
 
-def test_thresholds_of_a_large_vocabulary():
+def test_top_k_and_top_p_thresholds_match_a_sort():
     rng = np.random.default_rng(3)
     R = 6
     V = 5000
@@ -34,40 +32,47 @@ def test_thresholds_of_a_large_vocabulary():
         for logits_V, weights_V, floor in zip(
             logits_RV, weights_RV.astype(np.float64), floor_R, strict=True
         ):
-            need = p * weights_V.sum()
-            assert weights_V[logits_V >= floor].sum() >= need * (1 - 1e-6)
-            assert weights_V[logits_V > floor].sum() < need * (1 + 1e-6)
+            required_mass = p * weights_V.sum()
+            assert weights_V[logits_V >= floor].sum() >= required_mass * (1 - 1e-6)
+            assert weights_V[logits_V > floor].sum() < required_mass * (1 + 1e-6)
             assert floor in logits_V
 
 
-def test_the_bisection_of_one_row_leaves_the_others_their_answers():
-    """Needs on the very edge, where sums taken in another order decide otherwise."""
+def test_bisection_of_one_row_does_not_change_other_rows():
+    """Top-p lies exactly at a cumulative sum, where the order of summation decides."""
     logits_RV = np.random.default_rng(8).normal(0, 4, (500, 300)).astype(np.float32)
-    logits_RV[0] = 0  # flat: has to be bisected
+    logits_RV[0] = 0  # flat: must be bisected
     top_RC = jax.lax.top_k(logits_RV, 64)[0]
-    ends_RC = xla.running_sums(jnp.exp(top_RC))
-    p_R = ends_RC[:, 9] / xla.total(jnp.exp(logits_RV))
+    cumulative_RC = xla.running_sums(jnp.exp(top_RC))
+    p_R = cumulative_RC[:, 9] / xla.total(jnp.exp(logits_RV))
     top_p_floor = jax.jit(partial(xla.top_p_floor, weigh=jnp.exp))
     together_R = top_p_floor(logits_RV, top_RC, p_R.at[0].set(0.9))
     alone_R = top_p_floor(logits_RV, top_RC, p_R.at[0].set(1.0))
     np.testing.assert_array_equal(together_R[1:], alone_R[1:])
 
 
-def test_bisection_orders_every_kind_of_float():
+def test_bisection_orders_zeros_infinities_and_subnormals():
     rng = np.random.default_rng(4)
-    odd = np.array(
+    special_values = np.array(
         [-np.inf, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3.4e38, np.inf], np.float32
     )
     logits_RV = np.stack(
-        [rng.permutation(np.concatenate([odd, -odd, rng.normal(size=7).astype(np.float32)]))] * 27
+        [
+            rng.permutation(
+                np.concatenate(
+                    [special_values, -special_values, rng.normal(size=7).astype(np.float32)]
+                )
+            )
+        ]
+        * 27
     )
     k_R = np.arange(1, 28)
-    found_R = jax.jit(xla.bisect, static_argnums=1)(logits_RV, 1, k_R)
-    np.testing.assert_array_equal(found_R, np.sort(logits_RV[0])[::-1])
+    floor_R = jax.jit(xla.bisect, static_argnums=1)(logits_RV, 1, k_R)
+    np.testing.assert_array_equal(floor_R, np.sort(logits_RV[0])[::-1])
 
 
 def tree_order(leaves):
-    """The order in which `descend` passes the leaves."""
+    """The order in which `descend` visits the leaves."""
     if leaves == 1:
         return [0]
     n = -(-leaves // xla.FAN_OUT)
@@ -78,16 +83,16 @@ def tree_order(leaves):
 
 @pytest.mark.parametrize("V", [1, 2, 63, 64, 65, 4097, 9000])
 @pytest.mark.slow
-def test_descent_inverts_the_distribution_function(V):
-    """With whole numbers as weights every sum is exact, and so is the answer."""
+def test_descend_inverts_the_cumulative_distribution(V):
+    """Integer weights make every sum exact."""
     rng = np.random.default_rng(V)
     weights_RV = (rng.integers(1, 5, (16, V)) * (rng.random((16, V)) < 0.3)).astype(np.float32)
     weights_RV[:, rng.integers(V)] += 1
     weights_RV = jnp.asarray(weights_RV)
     total_R, levels = xla.fold(weights_RV, jnp.add, 0)
     order = np.array(tree_order(V))
-    ends_RV = np.asarray(weights_RV)[:, order].cumsum(1)
-    np.testing.assert_array_equal(total_R, ends_RV[:, -1])
+    cumulative_RV = np.asarray(weights_RV)[:, order].cumsum(1)
+    np.testing.assert_array_equal(total_R, cumulative_RV[:, -1])
     inverse = jax.jit(
         lambda levels, target_R: xla.descend(
             levels,
@@ -95,7 +100,7 @@ def test_descent_inverts_the_distribution_function(V):
             target_R,
         )
     )
-    # 1 may be reached by rounding: the last leaf of any weight
+    # rounding may give 1, which selects the last leaf of nonzero weight
     for share in [*rng.random(10), 0.0, 1.0]:
         target_R = np.minimum(
             np.floor(share * np.asarray(total_R)), np.asarray(total_R) - (share < 1)
@@ -103,14 +108,14 @@ def test_descent_inverts_the_distribution_function(V):
         leaf_R = inverse(levels, target_R)
         last_R = [np.flatnonzero(weights_V[order])[-1] for weights_V in np.asarray(weights_RV)]
         expected_R = [
-            order[min(np.searchsorted(ends_V, target, side="right"), last)]
-            for ends_V, target, last in zip(ends_RV, target_R, last_R, strict=True)
+            order[min(np.searchsorted(cumulative_V, target, side="right"), last)]
+            for cumulative_V, target, last in zip(cumulative_RV, target_R, last_R, strict=True)
         ]
         np.testing.assert_array_equal(leaf_R, expected_R)
 
 
-def test_never_a_token_without_probability():
-    """The largest uniform number and the smallest, over weights that round badly."""
+def test_tokens_of_zero_probability_are_never_sampled():
+    """With the largest and smallest uniform numbers and weights of very different sizes."""
     rng = np.random.default_rng(5)
     logits_RV = np.where(
         rng.random((64, 3000)) < 0.9, -np.inf, rng.normal(0, 8, (64, 3000))
@@ -129,36 +134,36 @@ def test_never_a_token_without_probability():
         assert np.isfinite(np.take_along_axis(logits_RV, leaf_R[:, None], 1)).all()
 
 
-def test_sums_are_accurate():
+def test_total_is_accurate():
     values_RV = np.random.default_rng(6).random((3, 100_000)).astype(np.float32)
     np.testing.assert_allclose(
         xla.total(jnp.asarray(values_RV)), values_RV.astype(np.float64).sum(1), rtol=1e-6
     )
 
 
-def threefry(key, counter):
+def threefry2x32(key, counter):
     """Threefry-2x32 with 20 rounds, from the paper."""
     mask = 2**32 - 1
     ks = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
     x0 = (counter[0] + ks[0]) & mask
     x1 = (counter[1] + ks[1]) & mask
     for i in range(20):
-        turn = [13, 15, 26, 6, 17, 29, 16, 24][i % 8]
+        rotation = [13, 15, 26, 6, 17, 29, 16, 24][i % 8]
         x0 = (x0 + x1) & mask
-        x1 = ((x1 << turn | x1 >> (32 - turn)) & mask) ^ x0
+        x1 = ((x1 << rotation | x1 >> (32 - rotation)) & mask) ^ x0
         if i % 4 == 3:
             x0 = (x0 + ks[(i // 4 + 1) % 3]) & mask
             x1 = (x1 + ks[(i // 4 + 2) % 3] + i // 4 + 1) & mask
     return x0, x1
 
 
-def test_uniform_numbers_are_threefry_of_seed_and_position():
-    assert threefry((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)  # Random123's own test vector
+def test_uniform_numbers_match_threefry():
+    assert threefry2x32((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)  # Random123's own test vector
     rng = np.random.default_rng(7)
     seeds_R2 = rng.integers(0, 2**32, (20, 2), np.uint32)
     positions_R = np.arange(20, dtype=np.int32) * 1000
     expected_R = [
-        (threefry(seed, (0, position))[0] >> 8) / 2**24
+        (threefry2x32(seed, (0, position))[0] >> 8) / 2**24
         for seed, position in zip(seeds_R2.tolist(), positions_R.tolist(), strict=True)
     ]
     np.testing.assert_array_equal(

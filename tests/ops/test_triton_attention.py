@@ -1,6 +1,4 @@
-"""Attention by Triton without a card: in Pallas' interpreter against float64, and compiled for an
-A100 and a B200.
-"""
+"""Triton attention: in Pallas' interpreter against float64, and compiled for A100 and B200."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,8 +27,8 @@ from quire.tests.support.attention_cases import (
 from quire.tests.support.cases import cases, thinned
 
 attend = partial(triton.attend, interpret=True)
-CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
-SHAPES = {  # each value of each parameter beside several of the others
+CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # attention weights are rounded to bfloat16
+SHAPES = {  # each parameter value occurs with several values of the others
     "gqa": {"K": 2, "G": 4},
     "mha, a soft cap": {"K": 3, "G": 1, "soft_cap": 3.0},
     "mqa, sinks": {"K": 1, "G": 8, "H": 128, "S": 32, "sinks": True},
@@ -49,12 +47,12 @@ SHAPES = {  # each value of each parameter beside several of the others
         "soft_cap": 2.0,
     },
 }
-FEW = ["gqa", "seven heads, a window", "int8", "float8, sinks"]
+ALWAYS_TESTED = ["gqa", "seven heads, a window", "int8", "float8, sinks"]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Contexts are cut early."""
+def short_spans(monkeypatch):
+    """Use short spans, so that contexts are split early."""
     monkeypatch.setattr(triton_kernel, "MIN_SPAN", 64)
     jax.clear_caches()
 
@@ -62,11 +60,9 @@ def small(monkeypatch):
 @pytest.mark.random
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "B"), [(7, 7), (70, 5)], ids=["decoding", "mixed"])
-@pytest.mark.parametrize("name", thinned(SHAPES, FEW))
-def test_against_float64(name, T, B):
-    """Random steps, NaN in all that nobody owns, stale numbers in tables; with spans, and with
-    several rows of one.
-    """
+@pytest.mark.parametrize("name", thinned(SHAPES, ALWAYS_TESTED))
+def test_random_steps_match_float64(name, T, B):
+    """Unused memory holds NaN, and unused table entries hold stale page ids."""
     shape = Shape(**{"H": 64, "T": T, "B": B, "dtype": "bfloat16", **SHAPES[name]})
     rng = np.random.default_rng(3)
     for _ in range(cases(4, least=1)):
@@ -74,12 +70,12 @@ def test_against_float64(name, T, B):
 
 
 @pytest.mark.slow
-def test_at_the_edges_of_spans_and_blocks():
+def test_contexts_at_span_and_block_edges():
     shape = Shape(K=1, G=4, H=64, T=8, B=8, dtype="bfloat16", sinks=True)
     starts = [0, 62, 63, 64, 127, 128, 150]
     sequences = [Sequence(number, start, 1) for number, start in enumerate(starts)]
     check(shape, sequences, np.random.default_rng(0), attend, CLOSE)
-    # rows enough for decoding, of one
+    # all rows of a decode-sized step belong to one sequence
     check(shape, [Sequence(1, 120, 5)], np.random.default_rng(1), attend, CLOSE)
 
 
@@ -89,20 +85,28 @@ def test_a_step_without_rows():
     assert not out.any()
 
 
-def test_a_row_that_decodes_has_the_same_bits_in_any_company():
+def test_decode_is_batch_invariant():
     shape = Shape(K=1, G=4, H=64, T=6, B=6, dtype="bfloat16")
-    wanted = None
-    for others in ([], [Sequence(1, 9, 1)], [Sequence(number, 140, 1) for number in range(5)]):
-        case = build(shape, [*others, Sequence(77, 133, 1)], np.random.default_rng(len(others)))
+    expected = None
+    for other_sequences in (
+        [],
+        [Sequence(1, 9, 1)],
+        [Sequence(number, 140, 1) for number in range(5)],
+    ):
+        case = build(
+            shape,
+            [*other_sequences, Sequence(77, 133, 1)],
+            np.random.default_rng(len(other_sequences)),
+        )
         row = run(shape, case, attend)[0][case.places[-1]].tobytes()
-        wanted = row if wanted is None else wanted
-        assert row == wanted
+        expected = row if expected is None else expected
+        assert row == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_a_trial(spoilt):
-    """What it finds on a card, at small sizes: it tells a kernel that is right from another."""
+def test_self_test_rejects_inaccurate_kernel(spoilt):
+    """The GPU self-test, at small sizes, accepts only an accurate kernel."""
     kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
 
     def kernel(q, k, v, pages, rows, params, sinks_N=None):
@@ -126,8 +130,8 @@ def test_a_trial(spoilt):
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """An A100 without FlashInfer, to believe what it says; what would run there is XLA's."""
+def a100(monkeypatch):
+    """Pretend an A100 without FlashInfer; Triton kernels run in the interpreter."""
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(device, "is_hopper", lambda: False)
     monkeypatch.setattr(device, "capability", lambda: "8.0")
@@ -142,7 +146,7 @@ def card(monkeypatch):
     jax.clear_caches()
 
 
-def traced(trial: Trial, implementation: str | None = None):
+def traced_jaxpr(trial: Trial, implementation: str | None = None):
     q, pages, rows, sinks = arrays(trial, 1)
 
     def step(q, pages, rows, sinks):
@@ -153,14 +157,14 @@ def traced(trial: Trial, implementation: str | None = None):
     return jax.make_jaxpr(step)(q, pages, rows, sinks)
 
 
-def test_it_serves_where_flashinfer_does_not(card):
-    found = traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64))
-    assert "pallas_call" in str(found)
-    assert variance(found.jaxpr) == {triton.varies()}
+def test_triton_is_used_without_flashinfer(a100):
+    jaxpr = traced_jaxpr(Trial("", 2, 30, heads=4, kv_heads=2, width=64))
+    assert "pallas_call" in str(jaxpr)
+    assert variance(jaxpr.jaxpr) == {triton.varies()}
 
 
 @pytest.mark.parametrize(
-    ("trial", "says"),
+    ("trial", "message"),
     [
         (Trial("", 2, 30, heads=4, kv_heads=1, width=96, values=64), "none within the other"),
         (Trial("", 2, 30, heads=4, kv_heads=2, width=80), r"one width of \(64, 128, 256\), not 80"),
@@ -170,51 +174,54 @@ def test_it_serves_where_flashinfer_does_not(card):
         ),
     ],
 )
-def test_what_it_declines_is_left_to_xla(card, trial, says, caplog):
-    assert "pallas_call" not in str(traced(trial))
+def test_unsupported_cases_run_in_xla(a100, trial, message, caplog):
+    assert "pallas_call" not in str(traced_jaxpr(trial))
     assert "attention by Triton: its kernel is not in use on this GPU" in caplog.text
-    with pytest.raises(NoImplementation, match=says):
-        traced(trial, "triton")
+    with pytest.raises(NoImplementation, match=message):
+        traced_jaxpr(trial, "triton")
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "codes", "declined"), [(2, 1, False), (3, 1, True), (5, 1, False), (3, 2, False)]
+    ("gigabytes", "codes", "is_unsupported"),
+    [(2, 1, False), (3, 1, True), (5, 1, False), (3, 2, False)],
 )
-def test_pages_that_offsets_do_not_reach_are_declined(gigabytes, codes, declined):
-    """Those of one byte a number between 2 and 4 GiB: Pallas would count from their end."""
+def test_8_bit_pages_of_2_to_4_gib_are_unsupported(gigabytes, codes, is_unsupported):
+    """Pallas would use negative 32-bit offsets."""
     dtype = jnp.int8 if codes == 1 else jnp.bfloat16
-    held = jax.ShapeDtypeStruct((gigabytes << 10, 1024 // codes, 8, 128), dtype)
+    page_array = jax.ShapeDtypeStruct((gigabytes << 10, 1024 // codes, 8, 128), dtype)
     q = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16)
     scales = [None, None] if codes == 2 else [0, 0]
     params = AttentionParams(1.0)
-    reason = triton.kernel_limits(params, call_shape(q, KVPages(held, held, *scales), params))
-    assert "must not be of 2 to 4 GiB" in str(reason) if declined else reason is None
+    reason = triton.kernel_limits(
+        params, call_shape(q, KVPages(page_array, page_array, *scales), params)
+    )
+    assert "must not be of 2 to 4 GiB" in str(reason) if is_unsupported else reason is None
 
 
-def test_older_cards_are_declined(card, monkeypatch, caplog):
+def test_older_gpus_are_rejected(a100, monkeypatch, caplog):
     monkeypatch.setattr(device, "capability", lambda: "7.5")
     with pytest.raises(
         NoImplementation,
         match=r"needs compute capability 8.0 .Ampere. or later, and this GPU's is 7.5",
     ):
-        traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64), "triton")
+        traced_jaxpr(Trial("", 2, 30, heads=4, kv_heads=2, width=64), "triton")
 
 
-def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, tmp_path, caplog):
-    asked = []
+def test_kernel_that_fails_its_self_test_is_replaced_by_xla(a100, monkeypatch, tmp_path, caplog):
+    tested_modules = []
 
     def test(module, kind):
-        asked.append(module)
+        tested_modules.append(module)
         return {"decoding": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "run_self_test", test)
     monkeypatch.setattr(self_test, "results_folder", lambda: tmp_path)
     monkeypatch.setenv("QUIRE_MOSAIC", "")
-    assert "pallas_call" not in str(traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64)))
-    assert "quire.ops.attention.triton" in asked and "decoding by 5.0e-01" in caplog.text
+    assert "pallas_call" not in str(traced_jaxpr(Trial("", 2, 30, heads=4, kv_heads=2, width=64)))
+    assert "quire.ops.attention.triton" in tested_modules and "decoding by 5.0e-01" in caplog.text
 
 
-PRODUCTION = {
+PRODUCTION_SHAPES = {
     "Llama-3-8B, 64 rows": Shape(T=64, B=64, K=8, G=4, H=128),
     "Llama-3-8B, 2048 rows": Shape(T=2048, B=64, K=8, G=4, H=128),
     "Llama-3-8B in int8, 64 rows": Shape(T=64, B=64, K=8, G=4, H=128, S=32, codes="int8"),
@@ -233,12 +240,12 @@ PRODUCTION = {
     "gpt-oss-20b, 2048 rows": Shape(T=2048, B=64, K=8, G=8, H=64, sinks=True),
     "MHA, a soft cap, 2048 rows": Shape(T=2048, B=64, K=16, G=1, H=128, soft_cap=50.0),
 }
-COMPILED = ["Llama-3-8B, 64 rows", "Llama-3-8B in fp8, 2048 rows"]
+ALWAYS_COMPILED = ["Llama-3-8B, 64 rows", "Llama-3-8B in fp8, 2048 rows"]
 
 
 def step_of(name: str):
     """(a step of the kernel, the shapes of its arguments)."""
-    shape = PRODUCTION[name]
+    shape = PRODUCTION_SHAPES[name]
     length = 4096
 
     def array(*axes: int, dtype=jnp.int32):
@@ -252,7 +259,7 @@ def step_of(name: str):
     pages = B * length // S + 1
     dtype = jnp.dtype(shape.codes or jnp.bfloat16)
     scales = [array(pages, K, S, dtype=jnp.float32)] * 2 if shape.codes else []
-    held = KVPages(*[array(pages, S, K, H, dtype=dtype)] * 2, *scales)
+    kv_pages = KVPages(*[array(pages, S, K, H, dtype=dtype)] * 2, *scales)
     rows = QueryRows(array(T), array(B + 1), array(B, length // S), array(T))
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
@@ -260,20 +267,24 @@ def step_of(name: str):
         options = {"window": shape.window, "soft_cap": shape.soft_cap, "sinks_N": sinks}
         return triton_kernel.attend(q, pages, rows, scale=H**-0.5, **options)
 
-    return jax.jit(step), (array(T, K * shape.G, H, dtype=jnp.bfloat16), held, rows, sinks)
+    return jax.jit(step), (array(T, K * shape.G, H, dtype=jnp.bfloat16), kv_pages, rows, sinks)
 
 
 @pytest.fixture(scope="module", params=["a100", "b200"])
-def steps(request):
-    return request.param, kernels_ahead.compile_some(__file__, PRODUCTION, COMPILED, request.param)
+def gpu_steps(request):
+    return request.param, kernels_ahead.compile_some(
+        __file__, PRODUCTION_SHAPES, ALWAYS_COMPILED, request.param
+    )
 
 
 @pytest.mark.slow
 @kernels_ahead.needs_compiler
-@pytest.mark.parametrize("name", thinned(PRODUCTION, COMPILED))
-def test_compiles_for_a_card(name, steps):
-    """To SASS, into one graph, and nothing is spilled, but one number by one shape."""
-    card, found = steps
-    most = 8 if (card, name) == ("b200", "Gemma-3-12B, 2048 rows") else 0  # stored and loaded
-    print("|", card, "|", name, "|", found[name].outside, "|", found[name].spilled, "|")
-    assert found[name].graphs == 1 and not found[name].outside and found[name].spilled <= most
+@pytest.mark.parametrize("name", thinned(PRODUCTION_SHAPES, ALWAYS_COMPILED))
+def test_compiles_for_gpus(name, gpu_steps):
+    """Compiled to SASS in one graph, without spills except for one shape."""
+    gpu, steps = gpu_steps
+    max_spilled = 8 if (gpu, name) == ("b200", "Gemma-3-12B, 2048 rows") else 0  # stored and loaded
+    print("|", gpu, "|", name, "|", steps[name].outside, "|", steps[name].spilled, "|")
+    assert (
+        steps[name].graphs == 1 and not steps[name].outside and steps[name].spilled <= max_spilled
+    )

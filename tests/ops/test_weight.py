@@ -1,6 +1,4 @@
-"""What all weights have in common: subscripts that are checked while tracing, and forced
-implementations.
-"""
+"""Properties of all weight types: checks of subscripts, and forced implementations."""
 
 from typing import Any
 
@@ -22,8 +20,8 @@ HEAD = ArraySpec((48, 64), jnp.bfloat16, (None, None), fan_in=64, inputs=(1,))
 STACK = ArraySpec(
     (3, 64, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(1,), stacked=True
 )
-X = jnp.ones((5, 64))
-WRONG = [
+INPUTS = jnp.ones((5, 64))
+WRONG_SUBSCRIPTS = [
     "TD,DGF->TFG",
     "TD,GFD->TGF",
     "TD,DF->TF",
@@ -35,7 +33,7 @@ WRONG = [
 ]
 
 
-def made(dense: ArraySpec, name: str | None, kernels: bool) -> Any:
+def make_weight(dense: ArraySpec, name: str | None, kernels: bool) -> Any:
     node = jax.tree.map(np.asarray, random_arrays(quant.packed(name, dense)))
     if not kernels:
         return jax.tree.map(jnp.asarray, node)
@@ -47,54 +45,56 @@ def made(dense: ArraySpec, name: str | None, kernels: bool) -> Any:
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_subscripts_are_checked_while_tracing(name, kernels):
-    node = made(DENSE, name, kernels)
+    node = make_weight(DENSE, name, kernels)
     run = jax.eval_shape
-    assert run(lambda x: einsum("TD,DGF->TGF", x, node), X).shape == (5, 2, 32)
-    assert run(lambda x: einsum("tsd,dgf->tsgf", x, node), X[None]).shape == (1, 5, 2, 32)
-    for subscripts in WRONG:
+    assert run(lambda x: einsum("TD,DGF->TGF", x, node), INPUTS).shape == (5, 2, 32)
+    assert run(lambda x: einsum("tsd,dgf->tsgf", x, node), INPUTS[None]).shape == (1, 5, 2, 32)
+    for subscripts in WRONG_SUBSCRIPTS:
         with pytest.raises(ValueError, match="does not fit the weight: its axes"):
-            run(lambda x, subscripts=subscripts: einsum(subscripts, x, node), X)
-    for call in (einsum, lambda *given: gated(*given, "silu")):
+            run(lambda x, subscripts=subscripts: einsum(subscripts, x, node), INPUTS)
+    for call in (einsum, lambda *arguments: gated(*arguments, "silu")):
         with pytest.raises(ValueError, match=r"of sizes \[64\]"):
             run(lambda x, call=call: call("TD,DGF->TGF", x, node), jnp.ones((5, 32)))
 
 
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_the_head_lies_with_its_inputs_last(name, kernels):
-    node = made(HEAD, name, kernels)
-    assert einsum("RD,VD->RV", X, node).shape == (5, 48) and rows(node) == 48
+def test_head_has_its_inputs_last(name, kernels):
+    node = make_weight(HEAD, name, kernels)
+    assert einsum("RD,VD->RV", INPUTS, node).shape == (5, 48) and rows(node) == 48
     with pytest.raises(ValueError, match=r"its axes \[1\]"):
-        einsum("RD,DV->RV", X, node)
+        einsum("RD,DV->RV", INPUTS, node)
 
 
-def test_a_stack_of_the_kernels():
-    stack = made(STACK, None, True)
+def test_packed_stack_of_matrices():
+    stack = make_weight(STACK, None, True)
     assert einsum("TED,EDF->TEF", jnp.ones((5, 3, 64)), stack).shape == (5, 3, 32)
-    assert einsum("TD,DF->TF", X, pick(stack, 1)).shape == (5, 32)
+    assert einsum("TD,DF->TF", INPUTS, pick(stack, 1)).shape == (5, 32)
     for subscripts in ("TED,EDF->TFE", "TED,DEF->TEF", "ETD,EDF->ETF"):
         with pytest.raises(ValueError, match="each matrix of the weight"):
             einsum(subscripts, jnp.ones((5, 3, 64)), stack)
 
 
-def test_a_forced_implementation():
-    dense = made(HEAD, None, False)
-    tiled = made(HEAD, None, True)
-    for w, right, wrong, reason in (
+def test_forced_implementation_must_support_the_weight():
+    dense = make_weight(HEAD, None, False)
+    tiled = make_weight(HEAD, None, True)
+    for w, supported, unsupported, reason in (
         (dense, "xla", "native", "native: the weight is not laid out for the kernels"),
         (tiled, "native", "xla", "xla: the weight is laid out for the native kernels"),
     ):
-        expected = einsum("RD,VD->RV", X, w)
-        np.testing.assert_array_equal(einsum("RD,VD->RV", X, w, implementation=right), expected)
+        expected = einsum("RD,VD->RV", INPUTS, w)
+        np.testing.assert_array_equal(
+            einsum("RD,VD->RV", INPUTS, w, implementation=supported), expected
+        )
         with pytest.raises(NoImplementation, match=reason) as error:
-            einsum("RD,VD->RV", X, w, implementation=wrong)
+            einsum("RD,VD->RV", INPUTS, w, implementation=unsupported)
         assert len(error.value.exceptions) == 1
     with pytest.raises(NoImplementation, match="native: the weight is not laid out"):
-        pick(made(STACK, None, False), 0, implementation="native")
+        pick(make_weight(STACK, None, False), 0, implementation="native")
 
 
-def test_what_a_format_has_no_use_for():
-    node = made(DENSE, "int4", False)
+def test_int4_is_neither_embedding_nor_stack():
+    node = make_weight(DENSE, "int4", False)
     with pytest.raises(TypeError, match="Int4 is no embedding"):
         rows(node)
     with pytest.raises(TypeError, match="Int4 is neither an embedding nor a stack"):
@@ -102,7 +102,7 @@ def test_what_a_format_has_no_use_for():
 
 
 @pytest.mark.parametrize("name", quant.FORMATS)
-def test_a_format_says_all_that_others_ask(name):
+def test_format_modules_define_every_field(name):
     module, _ = quant.format_of(name)
     for field in quant.Format.__annotations__:
         assert hasattr(module, field), field
@@ -115,22 +115,22 @@ def test_a_format_says_all_that_others_ask(name):
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "asked"),
+    ("backend", "dtype", "expected_precision"),
     [
         ("cpu", jnp.float32, None),
         ("gpu", jnp.float32, (jax.lax.Precision.HIGHEST,) * 2),
         ("gpu", jnp.bfloat16, None),
     ],
 )
-def test_products_in_float32_are_float32(monkeypatch, backend, dtype, asked):
-    """A GPU would take TF32 for them: a router's choice among experts, for one, would be
-    another.
-    """
+def test_float32_products_on_gpus_use_highest_precision(
+    monkeypatch, backend, dtype, expected_precision
+):
+    """The default on GPUs is TF32, which would change a router's choice of experts."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     x = jnp.ones((4, 64), dtype)
     w = jnp.ones((64, 8), dtype)
-    made = jax.make_jaxpr(
+    jaxpr = jax.make_jaxpr(
         lambda x, w: einsum("TD,DE->TE", x, w, jnp.float32, implementation="xla")
     )(x, w)
-    [product] = [equation for equation in made.eqns if equation.primitive.name == "dot_general"]
-    assert product.params["precision"] == asked
+    [product] = [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+    assert product.params["precision"] == expected_precision

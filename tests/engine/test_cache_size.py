@@ -133,9 +133,8 @@ def test_gpu_memory_utilization_is_a_fraction_of_the_device(
         "quire.serving.engine.cache_size.device_memory", lambda: int(fractions[0] * 1000) << 20
     )
     assert usable_memory(options) == pytest.approx(usable * (10 << 20) * (1 - GAPS), rel=1e-3)
-    claim_memory(
-        EngineOptions(gpu_memory_utilization=0.1)
-    )  # a second engine, after JAX is initialised
+    # a second engine, after JAX is initialised
+    claim_memory(EngineOptions(gpu_memory_utilization=0.1))
     assert float(os.environ.get(variable_names[0], claimed)) == claimed
     assert usable_memory(EngineOptions(gpu_memory_utilization=0.1)) == pytest.approx(
         100 * 2**20 * (1 - GAPS), rel=1e-3

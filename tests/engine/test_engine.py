@@ -342,9 +342,8 @@ def test_plain_sampling_programs_match_the_general_ones(weights, kernels):
     }
     for engine.runner.plain in ({}, plain_programs):
         token_ids_by_run.append(generate())
-    assert (
-        token_ids_by_run[0] == token_ids_by_run[1] and len(called_sizes) == 8
-    )  # one per decode step
+    assert token_ids_by_run[0] == token_ids_by_run[1]
+    assert len(called_sizes) == 8  # one per decode step
     called_sizes.clear()
     for params in (
         {"top_k": 3},

@@ -256,9 +256,8 @@ def test_beam_search_concurrency_limit_keeps_the_results(llm):
 
 
 def test_prompt_types_have_the_fields_of_terms():
-    names = {field.name for field in fields(Terms)} - {
-        "adapter"
-    }  # an argument, `lora_request`, sets it
+    # the argument `lora_request` sets the adapter
+    names = {field.name for field in fields(Terms)} - {"adapter"}
     assert set(PromptTerms.__annotations__) == names
     assert set(TextPrompt.__annotations__) == {"prompt", *names}
     assert set(TokensPrompt.__annotations__) == {"prompt", "prompt_token_ids", *names}
@@ -823,9 +822,8 @@ def test_pages_are_written_to_disk_at_process_exit(llm, tmp_path):
             [sys.executable, "-c", script, kind, tmp_path], capture_output=True, text=True
         )
         assert (completed.returncode, completed.stderr) == (0, "")
-        assert (int(completed.stdout) > 0) == bool(
-            num_pages
-        )  # the second script reuses the first one's pages
+        # the second script reuses the first one's pages
+        assert (int(completed.stdout) > 0) == bool(num_pages)
         num_pages.append(len(list(tmp_path.glob("*.page"))))
     assert 0 < num_pages[0] < num_pages[1]
 

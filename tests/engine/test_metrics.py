@@ -82,7 +82,7 @@ TOKEN_BOUNDS = [
 ]
 NUM_DRAFTS = 3  # per sequence, if the engine drafts
 LENGTH_BOUNDS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]  # for a model of 1024 positions
-VLLM_BOUNDS = {  # vLLM's bounds
+VLLM_BOUNDS = {
     "vllm:time_to_first_token_seconds": [
         *(
             0.001,

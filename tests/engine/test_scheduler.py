@@ -215,9 +215,8 @@ def test_late_tenant_starts_with_the_smallest_service():
     queue.serve(second_seq, 600)
     late_seq = enter("c", 2)
     assert queue.served == {"a": 1000, "b": 600, "c": 600}
-    assert (
-        queue.first(lambda seq: True) is second_seq
-    )  # of two tenants with equal service, the earlier sequence
+    # of two tenants with equal service, the earlier sequence is first
+    assert queue.first(lambda seq: True) is second_seq
     queue.serve(second_seq, 1)
     assert queue.first(lambda seq: True) is late_seq
     queue.serve(late_seq, 5000)

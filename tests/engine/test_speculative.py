@@ -252,7 +252,7 @@ def test_all_drafters_leave_answers_unchanged(compiled, config, tmp_path):
         LLM(**options, speculative_config=config),
         LLM(**options, **cache_options, speculative_config=config | {"adapts": False}),
     ]
-    recompiles = [take_snapshot(llm.engine).recompiles for llm in llms]  # those of the other
+    recompiles = [take_snapshot(llm.engine).recompiles for llm in llms]
     llms[1].engine.observers.append(planned_ahead := Ahead())
     for _ in range(cases(20, least=3)):
         requests, arrivals = mix(rng, vocab)

@@ -102,7 +102,7 @@ def test_recurrent_states_are_batch_invariant_with_chunks_and_preemptions(
     llm = make_llm(folder, **CACHE_OPTIONS[kind], **disk)
     if kind != "tight":  # whose cache has no room for snapshots
         llm.engine.tables[0].snapshots.distance = 32
-    num_preemptions = 0  # those of the other
+    num_preemptions = 0
     num_cached_tokens = 0
     recompiles = take_snapshot(llm.engine).recompiles
     long_params = SamplingParams(temperature=0, max_tokens=90, logprobs=1, ignore_eos=True)

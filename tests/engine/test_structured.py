@@ -877,9 +877,8 @@ def test_grammars_are_parsed_in_the_worker_process(llm, monkeypatch):
         [("yes", "stop")]
     ]
     assert "yes" in json.loads(requests[0])[0]["grammar"]
-    monkeypatch.setattr(
-        worker, "ask", lambda request: None
-    )  # as if the operating system ended the worker
+    # as if the operating system ended the worker
+    monkeypatch.setattr(worker, "ask", lambda request: None)
     assert "too much time" in str(compile_error(llm, grammar='root ::= "yes" # twice'))
     assert not any(name in vars(grammar) for name in ("to_lark", "is_gbnf", "build_body"))
 

@@ -159,9 +159,8 @@ def test_tensor_names_of_published_models_match_transformers(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_fields))
     config = loader.read_config(tmp_path)
     family = loader.family_module(config)
-    if (
-        config_fields["model_type"] == "kimi_k2"
-    ):  # transformers knows kimi_k2 only within another model
+    # transformers knows kimi_k2 only within another model
+    if config_fields["model_type"] == "kimi_k2":
         (tmp_path / "config.json").write_text(
             json.dumps(config_fields | {"model_type": "deepseek_v3"})
         )

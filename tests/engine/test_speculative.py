@@ -233,7 +233,7 @@ CONFIGS = [
     "config", CONFIGS, ids=lambda config: "-".join(map(str, config.values()))[-24:]
 )
 def test_all_drafters_leave_answers_unchanged(compiled, config, tmp_path):
-    """With adaptive drafting, and with drafts in every step and few pages; requests are repeated."""
+    """With adaptive drafting, and with drafts in every step and few pages; requests repeat."""
     rng = random.Random(4)
     vocab = compiled[0][DRAFTED].config.vocab_size
     plain_engine = engine_of(compiled, PLAIN)

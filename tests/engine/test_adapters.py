@@ -34,7 +34,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.9, seed=7, logprobs=2)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def adapters_folder(tmp_path_factory):
     """Writes a model and adapters of several ranks: for some or all layers, some also for the LM
     head, some with DoRA.
     """
@@ -51,21 +51,21 @@ def folders(tmp_path_factory):
     return folder
 
 
-def adapter(folders, number: int | None) -> LoRARequest | None:
+def lora_request(adapters_folder, number: int | None) -> LoRARequest | None:
     return (
         None
         if number is None
-        else LoRARequest(f"adapter-{number}", number + 1, str(folders / str(number)))
+        else LoRARequest(f"adapter-{number}", number + 1, str(adapters_folder / str(number)))
     )
 
 
 @pytest.fixture(scope="module")
-def llm(folders):
-    with LLM(str(folders / "base"), **OPTIONS) as llm:
+def llm(adapters_folder):
+    with LLM(str(adapters_folder / "base"), **OPTIONS) as llm:
         yield llm
 
 
-def answers(llm, prompts, adapters, params=PARAMS):
+def generate_answers(llm, prompts, adapters, params=PARAMS):
     """Generates, and returns tokens and log-probabilities, to be compared bit for bit."""
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     llm.engine.scheduler.check()
@@ -78,28 +78,32 @@ def answers(llm, prompts, adapters, params=PARAMS):
     ]
 
 
-def prompts_for(count: int, seed: int = 0) -> list[list[int]]:
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(96) for _ in range(rng.choice([1, 5, 17, 40]))] for _ in range(count)]
 
 
 @pytest.mark.slow
-def test_adapter_answers_are_batch_invariant(llm, folders):
+def test_adapter_answers_are_batch_invariant(llm, adapters_folder):
     """There are more adapters than slots, requests without adapters and several of one adapter."""
     adapter_numbers = [*range(NUM_ADAPTERS), None, None, 3, 3, 60, None]
-    prompts = prompts_for(len(adapter_numbers))
-    batch_answers = answers(llm, prompts, [adapter(folders, number) for number in adapter_numbers])
+    prompts = random_prompts(len(adapter_numbers))
+    batch_answers = generate_answers(
+        llm, prompts, [lora_request(adapters_folder, number) for number in adapter_numbers]
+    )
     order = list(range(len(adapter_numbers)))
     random.Random(2).shuffle(order)
-    shuffled_answers = answers(
-        llm, [prompts[i] for i in order], [adapter(folders, adapter_numbers[i]) for i in order]
+    shuffled_answers = generate_answers(
+        llm,
+        [prompts[i] for i in order],
+        [lora_request(adapters_folder, adapter_numbers[i]) for i in order],
     )
     assert [shuffled_answers[order.index(i)] for i in range(len(adapter_numbers))] == batch_answers
     for i in (0, 1, 5, 30, 63, 64, 66, 68):
         llm.reset_prefix_cache()
-        assert answers(llm, [prompts[i]], adapter(folders, adapter_numbers[i])) == [
-            batch_answers[i]
-        ], adapter_numbers[i]
+        assert generate_answers(
+            llm, [prompts[i]], lora_request(adapters_folder, adapter_numbers[i])
+        ) == [batch_answers[i]], adapter_numbers[i]
     assert len({tokens for tokens, _ in batch_answers}) > NUM_ADAPTERS // 2
     assert take_snapshot(llm.engine).recompiles == 0
 
@@ -130,20 +134,20 @@ def test_expert_adapters_are_batch_invariant_and_match_merged_weights(name, opti
         )
     adapter_numbers = [*range(NUM_ADAPTERS), None, None, 3, 3, 60, None]
     params = replace(PARAMS, temperature=0)
-    prompts = prompts_for(len(adapter_numbers))
-    requests = [adapter(tmp_path, number) for number in adapter_numbers]
+    prompts = random_prompts(len(adapter_numbers))
+    requests = [lora_request(tmp_path, number) for number in adapter_numbers]
     with LLM(
         str(tmp_path / "base"), **OPTIONS | options, lora_target_modules=tiny_moe.MODULES[name]
     ) as llm:
-        batch_answers = answers(llm, prompts, requests, params)
+        batch_answers = generate_answers(llm, prompts, requests, params)
         for i in (0, 1, 5, 30, 63, 64, 66, 68):
             llm.reset_prefix_cache()
-            assert answers(llm, [prompts[i]], requests[i], params) == [batch_answers[i]], (
+            assert generate_answers(llm, [prompts[i]], requests[i], params) == [batch_answers[i]], (
                 adapter_numbers[i]
             )
         # adapter 60 is replaced by adapter 1
         shutil.copytree(tmp_path / "1", tmp_path / "60", dirs_exist_ok=True)
-        changed_answers = answers(llm, prompts, requests, params)
+        changed_answers = generate_answers(llm, prompts, requests, params)
         assert [changed_answers[i] == batch_answers[i] for i in range(len(adapter_numbers))] == [
             number != 60 for number in adapter_numbers
         ]
@@ -158,24 +162,24 @@ def test_expert_adapters_are_batch_invariant_and_match_merged_weights(name, opti
             peft.merged(tensors, adapter_tensors, {"r": 1 + number}),
         )
         with LLM(str(tmp_path / "merged"), **plain_options) as merged:
-            ((tokens, scores),) = answers(merged, [prompts[number]], None, params)
+            ((tokens, scores),) = generate_answers(merged, [prompts[number]], None, params)
         assert tokens == batch_answers[number][0]
         for merged_logprobs, adapter_logprobs in zip(scores, batch_answers[number][1], strict=True):
             assert merged_logprobs == pytest.approx(adapter_logprobs, abs=1e-3)
 
 
-def test_adapter_matches_the_merged_model(llm, folders, tmp_path):
+def test_adapter_matches_the_merged_model(llm, adapters_folder, tmp_path):
     """The reference is a model with the adapter added to the weights on disk."""
-    tensors = load_file(folders / "base" / "model.safetensors")
-    adapter_tensors = load_file(folders / "5" / "adapter_model.safetensors")
+    tensors = load_file(adapters_folder / "base" / "model.safetensors")
+    adapter_tensors = load_file(adapters_folder / "5" / "adapter_model.safetensors")
     adapter_config = {"r": 6, "use_rslora": False}
     tiny.write(tmp_path, CONFIG, tensors=peft.merged(tensors, adapter_tensors, adapter_config))
     greedy = replace(PARAMS, temperature=0)
-    prompts = prompts_for(5)
+    prompts = random_prompts(5)
     plain_options = {name: value for name, value in OPTIONS.items() if "lora" not in name}
     with LLM(str(tmp_path), **plain_options) as merged:
-        expected = answers(merged, prompts, None, greedy)
-    actual = answers(llm, prompts, adapter(folders, 5), greedy)
+        expected = generate_answers(merged, prompts, None, greedy)
+    actual = generate_answers(llm, prompts, lora_request(adapters_folder, 5), greedy)
     for (tokens, steps), (expected_tokens, expected_steps) in zip(actual, expected, strict=True):
         assert tokens == expected_tokens
         for logprobs, expected_logprobs in zip(steps, expected_steps, strict=True):
@@ -194,77 +198,88 @@ def test_lm_head_adapter_with_tied_embeddings(tmp_path):
     tiny.write(tmp_path / "merged", CONFIG, peft.merged(untied_tensors, adapter_tensors))
     request = LoRARequest("head", 1, str(peft.write(tmp_path / "head", adapter_tensors)))
     greedy = replace(PARAMS, temperature=0)
-    prompts = prompts_for(6)
+    prompts = random_prompts(6)
     plain_options = {name: value for name, value in OPTIONS.items() if "lora" not in name}
     expected = []
     for name in ("merged", "base"):
         with LLM(str(tmp_path / name), **plain_options) as reference_llm:
-            expected.append([tokens for tokens, _ in answers(reference_llm, prompts, None, greedy)])
+            expected.append(
+                [tokens for tokens, _ in generate_answers(reference_llm, prompts, None, greedy)]
+            )
     with LLM(str(tmp_path / "base"), **OPTIONS) as llm:
-        outputs = answers(llm, prompts, [request, None] * 3, greedy)
+        outputs = generate_answers(llm, prompts, [request, None] * 3, greedy)
         assert [tokens for tokens, _ in outputs] == [expected[i % 2][i] for i in range(6)]
         assert take_snapshot(llm.engine).recompiles == 0
     assert expected[0] != expected[1]
 
 
-def test_prefix_cache_is_separate_for_each_adapter(llm, folders):
+def test_prefix_cache_is_separate_for_each_adapter(llm, adapters_folder):
     llm.reset_prefix_cache()
     prompt = list(range(40))
 
     def num_cached_tokens(number) -> int:
-        return llm.generate(prompt, PARAMS, use_tqdm=False, lora_request=adapter(folders, number))[
-            0
-        ].num_cached_tokens
+        return llm.generate(
+            prompt, PARAMS, use_tqdm=False, lora_request=lora_request(adapters_folder, number)
+        )[0].num_cached_tokens
 
     assert [num_cached_tokens(1), num_cached_tokens(2), num_cached_tokens(None)] == [0, 0, 0]
     assert min(num_cached_tokens(1), num_cached_tokens(2), num_cached_tokens(None)) >= 32
 
 
-def test_replaced_adapter_files_are_reloaded_and_share_no_pages(llm, folders, tmp_path):
+def test_replaced_adapter_files_are_reloaded_and_share_no_pages(llm, adapters_folder, tmp_path):
     """Name, id and folder stay the same, but the files change."""
     prompt = [list(range(40))]
     request = LoRARequest("changing", 99, str(tmp_path / "changing"))
     expected_answers = []
     for number in (7, 8):
         llm.reset_prefix_cache()
-        expected_answers += answers(llm, prompt, adapter(folders, number))
+        expected_answers += generate_answers(llm, prompt, lora_request(adapters_folder, number))
     llm.reset_prefix_cache()
     for number, expected in zip((7, 8), expected_answers, strict=True):
-        shutil.copytree(folders / str(number), tmp_path / "changing", dirs_exist_ok=True)
-        assert answers(llm, prompt, request) == [expected]
+        shutil.copytree(adapters_folder / str(number), tmp_path / "changing", dirs_exist_ok=True)
+        assert generate_answers(llm, prompt, request) == [expected]
 
 
-def test_adapters_evicted_from_host_memory_are_reloaded(llm, folders):
+def test_adapters_evicted_from_host_memory_are_reloaded(llm, adapters_folder):
     """`max_cpu_loras` is smaller than the number of adapters in use."""
     store = llm.engine.adapters
-    expected = answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)])
+    expected = generate_answers(
+        llm, [[1, 2, 3]] * 8, [lora_request(adapters_folder, n) for n in range(8)]
+    )
     max_adapters = store.max_adapters
     store.max_adapters = NUM_SLOTS
     try:
-        assert answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)]) == expected
+        assert (
+            generate_answers(
+                llm, [[1, 2, 3]] * 8, [lora_request(adapters_folder, n) for n in range(8)]
+            )
+            == expected
+        )
         assert len(store.adapters) == NUM_SLOTS
     finally:
         store.max_adapters = max_adapters
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_adapters_survive_sleep(llm, folders, level):
-    expected = answers(llm, [[1, 2, 3]] * 2, [adapter(folders, 1), None])
+def test_adapters_survive_sleep(llm, adapters_folder, level):
+    expected = generate_answers(llm, [[1, 2, 3]] * 2, [lora_request(adapters_folder, 1), None])
     llm.sleep(level)
     llm.wake_up()
-    assert answers(llm, [[1, 2, 3]] * 2, [adapter(folders, 1), None]) == expected
+    assert (
+        generate_answers(llm, [[1, 2, 3]] * 2, [lora_request(adapters_folder, 1), None]) == expected
+    )
 
 
-def test_adapters_are_reloaded_after_a_failed_step(llm, folders, monkeypatch):
-    expected = answers(llm, [[1, 2, 3]], adapter(folders, 1))
+def test_adapters_are_reloaded_after_a_failed_step(llm, adapters_folder, monkeypatch):
+    expected = generate_answers(llm, [[1, 2, 3]], lora_request(adapters_folder, 1))
     step = llm.engine.runner.step
     monkeypatch.setattr(llm.engine.runner, "step", lambda *arguments: 1 / 0)
-    llm.generate([[4, 5]], PARAMS, use_tqdm=False, lora_request=adapter(folders, 2))
+    llm.generate([[4, 5]], PARAMS, use_tqdm=False, lora_request=lora_request(adapters_folder, 2))
     monkeypatch.setattr(llm.engine.runner, "step", step)
-    assert answers(llm, [[1, 2, 3]], adapter(folders, 1)) == expected
+    assert generate_answers(llm, [[1, 2, 3]], lora_request(adapters_folder, 1)) == expected
 
 
-def test_invalid_lora_requests_are_refused(llm, folders, tmp_path):
+def test_invalid_lora_requests_are_refused(llm, adapters_folder, tmp_path):
     with pytest.raises(RequestError, match="names 'x': .*is no adapter that can be read"):
         llm.generate([1], PARAMS, lora_request=LoRARequest("x", 1, str(tmp_path / "nowhere")))
     with pytest.raises(RequestError, match="2 entries for 1 prompts"):
@@ -359,29 +374,32 @@ ENGINE_OPTIONS = [
 
 @pytest.mark.parametrize("options", thinned(ENGINE_OPTIONS, [DRAFT_OPTIONS]), ids=str)
 @pytest.mark.slow
-def test_adapters_with_quantized_weights_and_drafts(folders, options):
+def test_adapters_with_quantized_weights_and_drafts(adapters_folder, options):
     """Answers are batch invariant; drafts, which are proposed without adapters, change nothing."""
     adapter_numbers = [0, 1, 2, None, 5, 6]
     prompts = [[7, 8, 9] * 6] * 6
     params = replace(PARAMS, temperature=0, max_tokens=20)
-    with LLM(str(folders / "base"), **OPTIONS | options) as llm:
-        batch_answers = answers(
-            llm, prompts, [adapter(folders, number) for number in adapter_numbers], params
+    with LLM(str(adapters_folder / "base"), **OPTIONS | options) as llm:
+        batch_answers = generate_answers(
+            llm,
+            prompts,
+            [lora_request(adapters_folder, number) for number in adapter_numbers],
+            params,
         )
         for i in (1, 3, 4):
             llm.reset_prefix_cache()
-            assert answers(llm, [prompts[i]], adapter(folders, adapter_numbers[i]), params) == [
-                batch_answers[i]
-            ], adapter_numbers[i]
+            assert generate_answers(
+                llm, [prompts[i]], lora_request(adapters_folder, adapter_numbers[i]), params
+            ) == [batch_answers[i]], adapter_numbers[i]
         assert take_snapshot(llm.engine).recompiles == 0
         assert len({tokens for tokens, _ in batch_answers}) > 3
         if "speculative_config" in options:
             assert llm.engine.speculator.counts.drafts > 0
-            with LLM(str(folders / "base"), **OPTIONS) as undrafted_llm:
-                undrafted_answers = answers(
+            with LLM(str(adapters_folder / "base"), **OPTIONS) as undrafted_llm:
+                undrafted_answers = generate_answers(
                     undrafted_llm,
                     prompts,
-                    [adapter(folders, number) for number in adapter_numbers],
+                    [lora_request(adapters_folder, number) for number in adapter_numbers],
                     params,
                 )
             assert [tokens for tokens, _ in undrafted_answers] == [

@@ -641,16 +641,14 @@ def test_accepted_drafts_count_in_metrics_outputs_and_trace(drafting_engine, tmp
     assert (
         values["vllm:iteration_tokens_total"]["sum"] == 3 * 40 + values["vllm:prompt_tokens_total"]
     )
-    num_accepted = sum(
-        metrics_of_request.num_accepted_tokens for metrics_of_request in request_metrics
-    )
+    num_accepted = sum(m.num_accepted_tokens for m in request_metrics)
     assert values["vllm:spec_decode_num_accepted_tokens_total"] == num_accepted == 3 * 39 - num_gaps
     assert (
         sum(values["vllm:spec_decode_num_accepted_tokens_per_pos_total"].values()) == num_accepted
     )
     assert drafted_positions == [request.sequences[0].accepted for request in requests]
     assert sum(map(len, drafted_positions)) == num_accepted
-    num_drafts = sum(metrics_of_request.num_draft_tokens for metrics_of_request in request_metrics)
+    num_drafts = sum(m.num_draft_tokens for m in request_metrics)
     assert values["vllm:spec_decode_num_draft_tokens_total"] == num_drafts > num_accepted
     steps = [
         event["args"]

@@ -53,7 +53,7 @@ def test_best_of_n_picks_among_the_samples_of_generate(llm):
     (chat_output,) = llm.chat(
         CHAT, SamplingParams(temperature=2.0, max_tokens=24, seed=3, n=3), use_tqdm=False
     )
-    assert [result.text for result in chat_result.candidates] == [
+    assert [candidate.text for candidate in chat_result.candidates] == [
         answer.text for answer in chat_output.outputs
     ]
 

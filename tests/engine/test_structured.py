@@ -293,7 +293,7 @@ def test_structural_tags_constrain_only_tagged_text(llm):
         '<call=f>{"a": 1}',
     ):
         assert not is_accepted(structures[0], invalid_text)
-    for change, letter_schema in (
+    for change, message in (
         ({"triggers": ["<tool"]}, r"structures\[0\].begin: must begin with one of the triggers"),
         ({"structures": []}, "structures: must hold at least one tag"),
         (
@@ -306,7 +306,7 @@ def test_structural_tags_constrain_only_tagged_text(llm):
         ),
         ({"structures": [{"begin": "<call=", "shema": {}}]}, "did you mean 'schema'"),
     ):
-        with pytest.raises(RequestError, match=letter_schema):
+        with pytest.raises(RequestError, match=message):
             structured_params("structural_tag", old_tag | change)
     stopping_tag = {"format": {**new_tag["format"], "stop_after_first": True}}
     with pytest.raises(RequestError, match="stop_after_first: is not implemented"):

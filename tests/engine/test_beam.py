@@ -116,17 +116,17 @@ def test_beams_match_a_naive_search(engine, oracle, seed, width, steps, penalty)
 
 def test_beams_share_the_pages_of_common_prefixes(engine):
     engine.reset_prefix_cache()
-    rows_per_step = []
+    tokens_per_step = []
     launch = engine.runner.launch
     engine.runner.launch = lambda plan, moves: (
-        rows_per_step.append(plan.num_rows) or launch(plan, moves)
+        tokens_per_step.append(plan.num_rows) or launch(plan, moves)
     )
     try:
         search(engine, [list(range(32))], BeamSearchParams(beam_width=4, max_tokens=6))
     finally:
         engine.runner.launch = launch
     # after the prompt each beam computes one token: its last page is a copy
-    assert rows_per_step[0] == 32 and max(rows_per_step[1:]) <= 4
+    assert tokens_per_step[0] == 32 and max(tokens_per_step[1:]) <= 4
 
 
 @pytest.mark.parametrize(

@@ -734,16 +734,16 @@ def test_repeated_prompt_computes_only_its_last_token(weights, engine):
     engine = make_engine(weights, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     prompt = list(range(41))
-    rows_per_step = []
+    tokens_per_step = []
     launch = engine.runner.launch
     engine.runner.launch = lambda plan, moves: (
-        rows_per_step.append(plan.num_rows) or launch(plan, moves)
+        tokens_per_step.append(plan.num_rows) or launch(plan, moves)
     )
     first_output = run_requests(engine, {0: [("a", prompt, params)]})["a"]
-    rows_per_step.clear()
+    tokens_per_step.clear()
     repeated_output = run_requests(engine, {0: [("b", prompt, params)]})["b"]
     assert (first_output.num_cached_tokens, repeated_output.num_cached_tokens) == (0, 40)
-    assert rows_per_step == [1, 1]
+    assert tokens_per_step == [1, 1]
     assert exact_answers(first_output) == exact_answers(repeated_output)
     longer_output = run_requests(
         engine, {0: [("c", [*prompt, *repeated_output.outputs[0].token_ids, 5], params)]}

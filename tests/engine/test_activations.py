@@ -1,4 +1,4 @@
-"""`activation_dtype`: rows as bytes before they meet weights of four bits."""
+"""`activation_dtype`: int8 activations for products with four-bit weights."""
 
 import jax
 import pytest
@@ -12,45 +12,52 @@ PROMPTS = ["Once upon a time", "copy: a b c", "The old lighthouse", "sort: 5 3 9
 PARAMS = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
 
 
-def of_bytes(llm):
-    """Whether each product of the weights is with such rows."""
+def uses_int8_activations(llm):
+    """Returns, for each product with weights, whether its activations are int8."""
     nodes = jax.tree.leaves(
         llm.engine.runner.weights, is_leaf=lambda node: isinstance(node, PackedWeight)
     )
     return [node.int8_activations for node in nodes if isinstance(node, PackedWeight)]
 
 
-def said(llm, prompts):
+def generate(llm, prompts):
+    """Returns token ids and log-probabilities of each answer."""
+    answers = [output.outputs[0] for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     return [
         (
-            out.outputs[0].token_ids,
-            [entry[token].logprob for token, entry in zip(*both, strict=True)],
+            answer.token_ids,
+            [
+                entry[token].logprob
+                for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)
+            ],
         )
-        for out in llm.generate(prompts, PARAMS, use_tqdm=False)
-        for both in [(out.outputs[0].token_ids, out.outputs[0].logprobs)]
+        for answer in answers
     ]
 
 
 @pytest.mark.slow
-def test_the_same_bits_alone_and_in_company():
+def test_int8_activations_are_batch_invariant_and_accurate():
     if not native.serves():
         pytest.skip("no compiler")
-    small = {
+    options = {
         "quantization": "int4-64",
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "max_model_len": 128,
     }
-    with LLM(**small) as llm:
-        plain = said(llm, PROMPTS)
-        assert not any(of_bytes(llm))
-    with LLM(**small, activation_dtype="int8") as llm:
-        assert of_bytes(llm).count(False) == 1  # the head is kept in int8
-        together = said(llm, PROMPTS)
-        assert [said(llm, [prompt])[0] for prompt in PROMPTS] == together
-    assert together != plain  # rows were rounded
-    near = [abs(left[0] - right[0]) for (_, left), (_, right) in zip(plain, together, strict=True)]
-    assert max(near) < 0.3
+    with LLM(**options) as llm:
+        bfloat16_answers = generate(llm, PROMPTS)
+        assert not any(uses_int8_activations(llm))
+    with LLM(**options, activation_dtype="int8") as llm:
+        assert uses_int8_activations(llm).count(False) == 1  # the head is kept in int8
+        batched_answers = generate(llm, PROMPTS)
+        assert [generate(llm, [prompt])[0] for prompt in PROMPTS] == batched_answers
+    assert batched_answers != bfloat16_answers  # int8 activations change the results
+    pairs = zip(bfloat16_answers, batched_answers, strict=True)
+    differences = [
+        abs(logprobs[0] - int8_logprobs[0]) for (_, logprobs), (_, int8_logprobs) in pairs
+    ]
+    assert max(differences) < 0.3
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,9 @@ def test_the_same_bits_alone_and_in_company():
     ],
 )
 @pytest.mark.slow
-def test_refused_where_nothing_takes_it(monkeypatch, options, kernels, message):
+def test_activation_dtype_without_matching_weights_is_refused(
+    monkeypatch, options, kernels, message
+):
     monkeypatch.setenv("QUIRE_NATIVE", kernels)
     if not kernels and not native.serves():
         pytest.skip("no compiler")

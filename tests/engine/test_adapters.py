@@ -1,5 +1,5 @@
-"""Many adapters at once: each request as if it were alone, in any company, slot and order; nothing
-is compiled.
+"""Serves many LoRA adapters at once: answers do not depend on the batch, the slot or the order of
+requests, and no step is recompiled.
 """
 
 import random
@@ -17,8 +17,8 @@ from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import peft, tiny, tiny_moe
 from quire.tests.support.cases import nightly_from, thinned
 
-COUNT = 64
-SLOTS = 4
+NUM_ADAPTERS = 64
+NUM_SLOTS = 4
 CONFIG = tiny.LLAMA | {"intermediate_size": 64}
 OPTIONS = {
     "skip_tokenizer_init": True,
@@ -26,47 +26,49 @@ OPTIONS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 32,
     "enable_lora": True,
-    "max_loras": SLOTS,
+    "max_loras": NUM_SLOTS,
     "max_lora_rank": 8,
-    "max_cpu_loras": COUNT,
+    "max_cpu_loras": NUM_ADAPTERS,
 }
 PARAMS = SamplingParams(max_tokens=6, temperature=0.9, seed=7, logprobs=2)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A model, and many adapters of several ranks, some of a part of the layers, some of the head
-    too, some of DoRA.
+def adapters_folder(tmp_path_factory):
+    """Writes a model and adapters of several ranks: for some or all layers, some also for the LM
+    head, some with DoRA.
     """
-    root = tmp_path_factory.mktemp("adapters")
-    tensors = tiny.write(root / "base", CONFIG, tiny.even(tiny.shapes(CONFIG)))
-    for number in range(COUNT):
+    folder = tmp_path_factory.mktemp("adapters")
+    tensors = tiny.write(folder / "base", CONFIG, tiny.even(tiny.shapes(CONFIG)))
+    for number in range(NUM_ADAPTERS):
         rank = 1 + number % 8
         names = peft.EVERY if number % 3 else ("q_proj", "v_proj")
         names = (*names, "lm_head") if number % 4 == 1 else names
-        drawn = peft.draw(tensors, names, rank=rank, seed=number)
-        drawn |= peft.magnitude_vectors(tensors, drawn, number) if number % 5 == 0 else {}
-        about = {"r": rank, "use_rslora": number % 2 == 0, "use_dora": number % 5 == 0}
-        peft.write(root / str(number), drawn, about)
-    return root
+        adapter_tensors = peft.draw(tensors, names, rank=rank, seed=number)
+        adapter_tensors |= (
+            peft.magnitude_vectors(tensors, adapter_tensors, number) if number % 5 == 0 else {}
+        )
+        adapter_config = {"r": rank, "use_rslora": number % 2 == 0, "use_dora": number % 5 == 0}
+        peft.write(folder / str(number), adapter_tensors, adapter_config)
+    return folder
 
 
-def adapter(folders, number: int | None) -> LoRARequest | None:
+def lora_request(adapters_folder, number: int | None) -> LoRARequest | None:
     return (
         None
         if number is None
-        else LoRARequest(f"adapter-{number}", number + 1, str(folders / str(number)))
+        else LoRARequest(f"adapter-{number}", number + 1, str(adapters_folder / str(number)))
     )
 
 
 @pytest.fixture(scope="module")
-def llm(folders):
-    with LLM(str(folders / "base"), **OPTIONS) as llm:
+def llm(adapters_folder):
+    with LLM(str(adapters_folder / "base"), **OPTIONS) as llm:
         yield llm
 
 
-def answers(llm, prompts, adapters, params=PARAMS):
-    """Tokens and log-probabilities, to the last bit."""
+def generate_answers(llm, prompts, adapters, params=PARAMS):
+    """Generates, and returns tokens and log-probabilities, to be compared bit for bit."""
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     llm.engine.scheduler.check()
     return [
@@ -78,191 +80,210 @@ def answers(llm, prompts, adapters, params=PARAMS):
     ]
 
 
-def prompts_for(count: int, seed: int = 0) -> list[list[int]]:
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(96) for _ in range(rng.choice([1, 5, 17, 40]))] for _ in range(count)]
 
 
 @pytest.mark.slow
-def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
-    """More adapters than slots, requests without any, several of one: bit for bit what each gets
-    alone.
-    """
-    numbers = [*range(COUNT), None, None, 3, 3, 60, None]
-    prompts = prompts_for(len(numbers))
-    together = answers(llm, prompts, [adapter(folders, number) for number in numbers])
-    order = list(range(len(numbers)))
+def test_adapter_answers_are_batch_invariant(llm, adapters_folder):
+    """There are more adapters than slots, requests without adapters and several of one adapter."""
+    adapter_numbers = [*range(NUM_ADAPTERS), None, None, 3, 3, 60, None]
+    prompts = random_prompts(len(adapter_numbers))
+    batch_answers = generate_answers(
+        llm, prompts, [lora_request(adapters_folder, number) for number in adapter_numbers]
+    )
+    order = list(range(len(adapter_numbers)))
     random.Random(2).shuffle(order)
-    again = answers(llm, [prompts[i] for i in order], [adapter(folders, numbers[i]) for i in order])
-    assert [again[order.index(i)] for i in range(len(numbers))] == together
+    shuffled_answers = generate_answers(
+        llm,
+        [prompts[i] for i in order],
+        [lora_request(adapters_folder, adapter_numbers[i]) for i in order],
+    )
+    assert [shuffled_answers[order.index(i)] for i in range(len(adapter_numbers))] == batch_answers
     for i in (0, 1, 5, 30, 63, 64, 66, 68):
         llm.reset_prefix_cache()
-        assert answers(llm, [prompts[i]], adapter(folders, numbers[i])) == [together[i]], numbers[i]
-    assert len({tokens for tokens, _ in together}) > COUNT // 2
+        assert generate_answers(
+            llm, [prompts[i]], lora_request(adapters_folder, adapter_numbers[i])
+        ) == [batch_answers[i]], adapter_numbers[i]
+    assert len({tokens for tokens, _ in batch_answers}) > NUM_ADAPTERS // 2
     assert take_snapshot(llm.engine).recompiles == 0
 
 
-WHOLE = {
-    "max_loras": COUNT,
-    "max_num_seqs": COUNT,
-    "max_num_batched_tokens": COUNT,
+ALL_ADAPTERS_OPTIONS = {
+    "max_loras": NUM_ADAPTERS,
+    "max_num_seqs": NUM_ADAPTERS,
+    "max_num_batched_tokens": NUM_ADAPTERS,
     "kv_cache_memory_bytes": 1 << 24,
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), nightly_from(1, [("qwen3_moe", WHOLE), ("mixtral", {})])
+    ("name", "options"), nightly_from(1, [("qwen3_moe", ALL_ADAPTERS_OPTIONS), ("mixtral", {})])
 )
 @pytest.mark.slow
-def test_experts_among_64_adapters(name, given, tmp_path):
-    """Each as if alone and as the merged model: a few slots through which all go, or all of them in
-    one batch.
-    """
+def test_expert_adapters_are_batch_invariant_and_match_merged_weights(name, options, tmp_path):
+    """Adapters take turns in a few slots, or all of them are in one batch."""
     tensors = tiny_moe.write(tmp_path / "base", name)
-    every = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
-    for number in range(COUNT):
+    module_names = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
+    for number in range(NUM_ADAPTERS):
         rank = 1 + number % 8
-        names = every if number % 3 else tiny_moe.EXPERTS[name]
-        drawn = peft.draw(tensors, names, rank=rank, seed=number)
-        drawn |= peft.magnitude_vectors(tensors, drawn, number) if number % 5 == 0 else {}
-        peft.write(tmp_path / str(number), drawn, {"r": rank, "use_dora": number % 5 == 0})
-    numbers = [*range(COUNT), None, None, 3, 3, 60, None]
+        names = module_names if number % 3 else tiny_moe.EXPERTS[name]
+        adapter_tensors = peft.draw(tensors, names, rank=rank, seed=number)
+        adapter_tensors |= (
+            peft.magnitude_vectors(tensors, adapter_tensors, number) if number % 5 == 0 else {}
+        )
+        peft.write(
+            tmp_path / str(number), adapter_tensors, {"r": rank, "use_dora": number % 5 == 0}
+        )
+    adapter_numbers = [*range(NUM_ADAPTERS), None, None, 3, 3, 60, None]
     params = replace(PARAMS, temperature=0)
-    prompts = prompts_for(len(numbers))
-    requests = [adapter(tmp_path, number) for number in numbers]
+    prompts = random_prompts(len(adapter_numbers))
+    requests = [lora_request(tmp_path, number) for number in adapter_numbers]
     with LLM(
-        str(tmp_path / "base"), **OPTIONS | given, lora_target_modules=tiny_moe.MODULES[name]
+        str(tmp_path / "base"), **OPTIONS | options, lora_target_modules=tiny_moe.MODULES[name]
     ) as llm:
-        together = answers(llm, prompts, requests, params)
+        batch_answers = generate_answers(llm, prompts, requests, params)
         for i in (0, 1, 5, 30, 63, 64, 66, 68):
             llm.reset_prefix_cache()
-            assert answers(llm, [prompts[i]], requests[i], params) == [together[i]], numbers[i]
-        # replaced while others run
+            assert generate_answers(llm, [prompts[i]], requests[i], params) == [batch_answers[i]], (
+                adapter_numbers[i]
+            )
+        # adapter 60 is replaced by adapter 1
         shutil.copytree(tmp_path / "1", tmp_path / "60", dirs_exist_ok=True)
-        again = answers(llm, prompts, requests, params)
-        assert [again[i] == together[i] for i in range(len(numbers))] == [
-            number != 60 for number in numbers
+        changed_answers = generate_answers(llm, prompts, requests, params)
+        assert [changed_answers[i] == batch_answers[i] for i in range(len(adapter_numbers))] == [
+            number != 60 for number in adapter_numbers
         ]
         assert take_snapshot(llm.engine).recompiles == 0
-    assert len({tokens for tokens, _ in together}) > COUNT // 2
-    plain = {option: value for option, value in OPTIONS.items() if "lora" not in option}
+    assert len({tokens for tokens, _ in batch_answers}) > NUM_ADAPTERS // 2
+    plain_options = {option: value for option, value in OPTIONS.items() if "lora" not in option}
     for number in (5, 6):
-        drawn = load_file(tmp_path / str(number) / "adapter_model.safetensors")
+        adapter_tensors = load_file(tmp_path / str(number) / "adapter_model.safetensors")
         tiny.write(
             tmp_path / "merged",
             tiny_moe.CONFIGS[name],
-            peft.merged(tensors, drawn, {"r": 1 + number}),
+            peft.merged(tensors, adapter_tensors, {"r": 1 + number}),
         )
-        with LLM(str(tmp_path / "merged"), **plain) as merged:
-            ((tokens, scores),) = answers(merged, [prompts[number]], None, params)
-        assert tokens == together[number][0]
-        for one, other in zip(scores, together[number][1], strict=True):
-            assert one == pytest.approx(other, abs=1e-3)
+        with LLM(str(tmp_path / "merged"), **plain_options) as merged:
+            ((tokens, scores),) = generate_answers(merged, [prompts[number]], None, params)
+        assert tokens == batch_answers[number][0]
+        for merged_logprobs, adapter_logprobs in zip(scores, batch_answers[number][1], strict=True):
+            assert merged_logprobs == pytest.approx(adapter_logprobs, abs=1e-3)
 
 
-def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
-    """By another way: the adapter is added to the weights on disk, and that model served."""
-    tensors = load_file(folders / "base" / "model.safetensors")
-    drawn = load_file(folders / "5" / "adapter_model.safetensors")
-    about = {"r": 6, "use_rslora": False}
-    tiny.write(tmp_path, CONFIG, tensors=peft.merged(tensors, drawn, about))
+def test_adapter_matches_the_merged_model(llm, adapters_folder, tmp_path):
+    """The reference is a model with the adapter added to the weights on disk."""
+    tensors = load_file(adapters_folder / "base" / "model.safetensors")
+    adapter_tensors = load_file(adapters_folder / "5" / "adapter_model.safetensors")
+    adapter_config = {"r": 6, "use_rslora": False}
+    tiny.write(tmp_path, CONFIG, tensors=peft.merged(tensors, adapter_tensors, adapter_config))
     greedy = replace(PARAMS, temperature=0)
-    prompts = prompts_for(5)
-    plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
-    with LLM(str(tmp_path), **plain) as merged:
-        wanted = answers(merged, prompts, None, greedy)
-    found = answers(llm, prompts, adapter(folders, 5), greedy)
-    for (tokens, scores), (own, others) in zip(found, wanted, strict=True):
-        assert tokens == own
-        for one, other in zip(scores, others, strict=True):
-            assert one == pytest.approx(other, abs=1e-3)
+    prompts = random_prompts(5)
+    plain_options = {name: value for name, value in OPTIONS.items() if "lora" not in name}
+    with LLM(str(tmp_path), **plain_options) as merged:
+        expected = generate_answers(merged, prompts, None, greedy)
+    actual = generate_answers(llm, prompts, lora_request(adapters_folder, 5), greedy)
+    for (tokens, steps), (expected_tokens, expected_steps) in zip(actual, expected, strict=True):
+        assert tokens == expected_tokens
+        for logprobs, expected_logprobs in zip(steps, expected_steps, strict=True):
+            assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
 
 
 @pytest.mark.slow
-def test_a_head_that_is_the_embedding(tmp_path):
-    """Its adapter changes what is drawn and not what is looked up; who names none has the model's
-    own head.
+def test_lm_head_adapter_with_tied_embeddings(tmp_path):
+    """An adapter of the head leaves the embedding lookup alone; requests without an adapter use
+    the model's head.
     """
     config = CONFIG | {"tie_word_embeddings": True}
     tensors = tiny.write(tmp_path / "base", config, tiny.even(tiny.shapes(config)))
-    whole = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    drawn = peft.draw(whole, ("lm_head", "o_proj"))
-    tiny.write(tmp_path / "merged", CONFIG, peft.merged(whole, drawn))
-    one = LoRARequest("head", 1, str(peft.write(tmp_path / "head", drawn)))
+    untied_tensors = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    adapter_tensors = peft.draw(untied_tensors, ("lm_head", "o_proj"))
+    tiny.write(tmp_path / "merged", CONFIG, peft.merged(untied_tensors, adapter_tensors))
+    request = LoRARequest("head", 1, str(peft.write(tmp_path / "head", adapter_tensors)))
     greedy = replace(PARAMS, temperature=0)
-    prompts = prompts_for(6)
-    plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
-    wanted = []
+    prompts = random_prompts(6)
+    plain_options = {name: value for name, value in OPTIONS.items() if "lora" not in name}
+    expected = []
     for name in ("merged", "base"):
-        with LLM(str(tmp_path / name), **plain) as other:
-            wanted.append([tokens for tokens, _ in answers(other, prompts, None, greedy)])
+        with LLM(str(tmp_path / name), **plain_options) as reference_llm:
+            expected.append(
+                [tokens for tokens, _ in generate_answers(reference_llm, prompts, None, greedy)]
+            )
     with LLM(str(tmp_path / "base"), **OPTIONS) as llm:
-        mixed = answers(llm, prompts, [one, None] * 3, greedy)
-        assert [tokens for tokens, _ in mixed] == [wanted[i % 2][i] for i in range(6)]
+        outputs = generate_answers(llm, prompts, [request, None] * 3, greedy)
+        assert [tokens for tokens, _ in outputs] == [expected[i % 2][i] for i in range(6)]
         assert take_snapshot(llm.engine).recompiles == 0
-    assert wanted[0] != wanted[1]
+    assert expected[0] != expected[1]
 
 
-def test_pages_are_shared_within_an_adapter_alone(llm, folders):
+def test_prefix_cache_is_separate_for_each_adapter(llm, adapters_folder):
     llm.reset_prefix_cache()
     prompt = list(range(40))
 
-    def cached(number) -> int:
-        return llm.generate(prompt, PARAMS, use_tqdm=False, lora_request=adapter(folders, number))[
-            0
-        ].num_cached_tokens
+    def num_cached_tokens(number) -> int:
+        return llm.generate(
+            prompt, PARAMS, use_tqdm=False, lora_request=lora_request(adapters_folder, number)
+        )[0].num_cached_tokens
 
-    assert [cached(1), cached(2), cached(None)] == [0, 0, 0]
-    assert min(cached(1), cached(2), cached(None)) >= 32
+    assert [num_cached_tokens(1), num_cached_tokens(2), num_cached_tokens(None)] == [0, 0, 0]
+    assert min(num_cached_tokens(1), num_cached_tokens(2), num_cached_tokens(None)) >= 32
 
 
-def test_a_replaced_adapter_is_another(llm, folders, tmp_path):
-    """Same name, same number, same folder: new files are read, and no page of the old ones is
-    used.
-    """
+def test_replaced_adapter_files_are_reloaded_and_share_no_pages(llm, adapters_folder, tmp_path):
+    """Name, id and folder stay the same, but the files change."""
     prompt = [list(range(40))]
-    changing = LoRARequest("changing", 99, str(tmp_path / "changing"))
-    wanted = []
+    request = LoRARequest("changing", 99, str(tmp_path / "changing"))
+    expected_answers = []
     for number in (7, 8):
         llm.reset_prefix_cache()
-        wanted += answers(llm, prompt, adapter(folders, number))
+        expected_answers += generate_answers(llm, prompt, lora_request(adapters_folder, number))
     llm.reset_prefix_cache()
-    for number, one in zip((7, 8), wanted, strict=True):
-        shutil.copytree(folders / str(number), tmp_path / "changing", dirs_exist_ok=True)
-        assert answers(llm, prompt, changing) == [one]
+    for number, expected in zip((7, 8), expected_answers, strict=True):
+        shutil.copytree(adapters_folder / str(number), tmp_path / "changing", dirs_exist_ok=True)
+        assert generate_answers(llm, prompt, request) == [expected]
 
 
-def test_fewer_in_host_memory_than_are_used(llm, folders):
-    """They are read again, and are the same."""
+def test_adapters_evicted_from_host_memory_are_reloaded(llm, adapters_folder):
+    """`max_cpu_loras` is smaller than the number of adapters in use."""
     store = llm.engine.adapters
-    wanted = answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)])
-    most = store.max_adapters
-    store.max_adapters = SLOTS
+    expected = generate_answers(
+        llm, [[1, 2, 3]] * 8, [lora_request(adapters_folder, n) for n in range(8)]
+    )
+    max_adapters = store.max_adapters
+    store.max_adapters = NUM_SLOTS
     try:
-        assert answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)]) == wanted
-        assert len(store.adapters) == SLOTS
+        assert (
+            generate_answers(
+                llm, [[1, 2, 3]] * 8, [lora_request(adapters_folder, n) for n in range(8)]
+            )
+            == expected
+        )
+        assert len(store.adapters) == NUM_SLOTS
     finally:
-        store.max_adapters = most
+        store.max_adapters = max_adapters
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_adapters_after_a_sleep(llm, folders, level):
-    wanted = answers(llm, [[1, 2, 3]] * 2, [adapter(folders, 1), None])
+def test_adapters_survive_sleep(llm, adapters_folder, level):
+    expected = generate_answers(llm, [[1, 2, 3]] * 2, [lora_request(adapters_folder, 1), None])
     llm.sleep(level)
     llm.wake_up()
-    assert answers(llm, [[1, 2, 3]] * 2, [adapter(folders, 1), None]) == wanted
+    assert (
+        generate_answers(llm, [[1, 2, 3]] * 2, [lora_request(adapters_folder, 1), None]) == expected
+    )
 
 
-def test_a_failed_step_forgets_the_adapters(llm, folders, monkeypatch):
-    wanted = answers(llm, [[1, 2, 3]], adapter(folders, 1))
+def test_adapters_are_reloaded_after_a_failed_step(llm, adapters_folder, monkeypatch):
+    expected = generate_answers(llm, [[1, 2, 3]], lora_request(adapters_folder, 1))
     step = llm.engine.runner.step
-    monkeypatch.setattr(llm.engine.runner, "step", lambda *given: 1 / 0)
-    llm.generate([[4, 5]], PARAMS, use_tqdm=False, lora_request=adapter(folders, 2))
+    monkeypatch.setattr(llm.engine.runner, "step", lambda *arguments: 1 / 0)
+    llm.generate([[4, 5]], PARAMS, use_tqdm=False, lora_request=lora_request(adapters_folder, 2))
     monkeypatch.setattr(llm.engine.runner, "step", step)
-    assert answers(llm, [[1, 2, 3]], adapter(folders, 1)) == wanted
+    assert generate_answers(llm, [[1, 2, 3]], lora_request(adapters_folder, 1)) == expected
 
 
-def test_what_is_refused(llm, folders, tmp_path):
+def test_invalid_lora_requests_are_refused(llm, adapters_folder, tmp_path):
     with pytest.raises(RequestError, match="names 'x': .*is no adapter that can be read"):
         llm.generate([1], PARAMS, lora_request=LoRARequest("x", 1, str(tmp_path / "nowhere")))
     with pytest.raises(RequestError, match="2 entries for 1 prompts"):
@@ -274,7 +295,7 @@ def test_what_is_refused(llm, folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("options", "message"),
     [
         (
             {"data_parallel_size": 2},
@@ -291,53 +312,51 @@ def test_what_is_refused(llm, folders, tmp_path):
         ),
     ],
 )
-def test_options_that_do_not_go_together(given, why):
-    with pytest.raises(ModelError, match=why):
-        make_options(None, enable_lora=True, **given)
+def test_invalid_adapter_options_are_refused(options, message):
+    with pytest.raises(ModelError, match=message):
+        make_options(None, enable_lora=True, **options)
 
 
-class Waiting:
-    """As a sequence, as far as slots are concerned."""
+class FakeSequence:
+    """Has those attributes of a sequence that `AdapterSlots` uses."""
 
     def __init__(self, key: str, rank: float):
-        self.adapter = Adapter(key)
+        self.adapter = FakeAdapter(key)
         self.rank = rank
         self.slot = -1
         self.finish_reason = None
         self.adapter_slot = -1
 
 
-class Adapter:
+class FakeAdapter:
     def __init__(self, key: str):
         self.key = key
 
 
-def test_nobody_waits_for_ever():
-    """One adapter is asked for again and again, and another one's request comes between: it gets
-    the slot.
-    """
+def test_waiting_adapter_gets_a_slot_eventually():
+    """Requests for one adapter keep arriving; one request for another adapter still gets a slot."""
     slots = AdapterSlots(1)
     running = []
-    served = 0
-    late = Waiting("b", 0.5)
+    num_served = 0
+    late_sequence = FakeSequence("b", 0.5)
     for number in range(200):
-        one = Waiting("a", float(number))
+        sequence = FakeSequence("a", float(number))
         slots.begin_look()
-        if number > 3 and slots.admits(late):
-            slots.take(late)
+        if number > 3 and slots.admits(late_sequence):
+            slots.take(late_sequence)
             break
-        if slots.admits(one):
-            slots.take(one)
-            running.append(one)
-            served += 1
-        if len(running) > 2 or not slots.admits(one):
+        if slots.admits(sequence):
+            slots.take(sequence)
+            running.append(sequence)
+            num_served += 1
+        if len(running) > 2 or not slots.admits(sequence):
             slots.give_back(running.pop(0))
-    assert slots.slots == {"b": 0} and PATIENCE <= served <= PATIENCE + 8
+    assert slots.slots == {"b": 0} and PATIENCE <= num_served <= PATIENCE + 8
 
 
-def test_the_least_recently_used_gives_way_and_only_if_nobody_runs():
+def test_least_recently_used_idle_adapter_is_evicted():
     slots = AdapterSlots(2)
-    a, b, c = (Waiting(key, rank) for rank, key in enumerate("abc"))
+    a, b, c = (FakeSequence(key, rank) for rank, key in enumerate("abc"))
     slots.take(a)
     slots.take(b)
     assert not slots.admits(c) and slots.take_loads() == [(0, a.adapter), (1, b.adapter)]
@@ -349,32 +368,44 @@ def test_the_least_recently_used_gives_way_and_only_if_nobody_runs():
     slots.check([c])
 
 
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-MORE = [{"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4-32"}, DRAFTS]
+DRAFT_OPTIONS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+ENGINE_OPTIONS = [
+    {"quantization": "int8", "dtype": "bfloat16"},
+    {"quantization": "int4-32"},
+    DRAFT_OPTIONS,
+]
 
 
-@pytest.mark.parametrize("given", thinned(MORE, [DRAFTS]), ids=str)
+@pytest.mark.parametrize("options", thinned(ENGINE_OPTIONS, [DRAFT_OPTIONS]), ids=str)
 @pytest.mark.slow
-def test_with_rounded_weights_and_drafts(folders, given):
-    """What each request gets is what it gets alone; drafts, which know no adapter, change
-    nothing.
-    """
-    numbers = [0, 1, 2, None, 5, 6]
+def test_adapters_with_quantized_weights_and_drafts(adapters_folder, options):
+    """Answers are batch invariant; drafts, which are proposed without adapters, change nothing."""
+    adapter_numbers = [0, 1, 2, None, 5, 6]
     prompts = [[7, 8, 9] * 6] * 6
     params = replace(PARAMS, temperature=0, max_tokens=20)
-    with LLM(str(folders / "base"), **OPTIONS | given) as llm:
-        together = answers(llm, prompts, [adapter(folders, number) for number in numbers], params)
+    with LLM(str(adapters_folder / "base"), **OPTIONS | options) as llm:
+        batch_answers = generate_answers(
+            llm,
+            prompts,
+            [lora_request(adapters_folder, number) for number in adapter_numbers],
+            params,
+        )
         for i in (1, 3, 4):
             llm.reset_prefix_cache()
-            assert answers(llm, [prompts[i]], adapter(folders, numbers[i]), params) == [
-                together[i]
-            ], numbers[i]
+            assert generate_answers(
+                llm, [prompts[i]], lora_request(adapters_folder, adapter_numbers[i]), params
+            ) == [batch_answers[i]], adapter_numbers[i]
         assert take_snapshot(llm.engine).recompiles == 0
-        assert len({tokens for tokens, _ in together}) > 3
-        if "speculative_config" in given:
+        assert len({tokens for tokens, _ in batch_answers}) > 3
+        if "speculative_config" in options:
             assert llm.engine.speculator.counts.drafts > 0
-            with LLM(str(folders / "base"), **OPTIONS) as plain:
-                undrafted = answers(
-                    plain, prompts, [adapter(folders, number) for number in numbers], params
+            with LLM(str(adapters_folder / "base"), **OPTIONS) as undrafted_llm:
+                undrafted_answers = generate_answers(
+                    undrafted_llm,
+                    prompts,
+                    [lora_request(adapters_folder, number) for number in adapter_numbers],
+                    params,
                 )
-            assert [tokens for tokens, _ in undrafted] == [tokens for tokens, _ in together]
+            assert [tokens for tokens, _ in undrafted_answers] == [
+                tokens for tokens, _ in batch_answers
+            ]

@@ -1,4 +1,4 @@
-"""The list of sizes: short, and with room for every step that the limits allow."""
+"""Step sizes: a short list, with a size for every step within the limits."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_every_step_within_the_limits_has_a_size(seqs, rows, platform):
         assert size.samples >= max(seqs, 16)
 
 
-def test_the_smallest_size_is_taken():
+def test_smallest_sufficient_size_is_chosen():
     options = sizes(StepShape.largest(32, 512, 32))
     assert choose(options, 3, 3, 3, True).rows == 4
     assert choose(options, 5, 5, 5, True).rows == 16
@@ -39,15 +39,15 @@ def test_the_smallest_size_is_taken():
     assert choose(options, 65, 2, 2, False).rows == 512
 
 
-def test_a_gpu_has_sizes_between():
+def test_gpu_step_sizes():
     options = sizes(StepShape.largest(256, 8192, 256), "gpu")
     decode = [size.rows for size in options if size.rows == size.seqs]
     assert decode == [16, 32, 64, 128, 256]
     assert [size.rows for size in options if size.rows != size.seqs] == [512, 2048, 8192]
 
 
-def test_a_gpu_verifies_whole_blocks_of_its_products():
-    """All rows that a step may have find room, and none is padded in each layer."""
+def test_gpu_verify_sizes_are_multiples_of_product_tiles():
+    """Sizes have room for all tokens of a step, and fit whole tiles of the products."""
     options = sizes(StepShape.largest(256, 2048, 256, max_drafts=4), "gpu")
     for size in options:
         assert size.rows <= 64 or size.rows % 128 == 0
@@ -56,18 +56,18 @@ def test_a_gpu_verifies_whole_blocks_of_its_products():
         size = choose(options, rows, seqs, rows, True)
         assert size.samples == size.rows >= rows
     shape = StepShape.largest(64, 300, 64, max_drafts=4)
-    short = [size.rows for size in sizes(shape, "gpu") if size.samples == size.rows]
-    assert max(short) == 300 and {*short} <= {16, 32, 64, 128, 256, 300}
+    verify_rows = [size.rows for size in sizes(shape, "gpu") if size.samples == size.rows]
+    assert max(verify_rows) == 300 and {*verify_rows} <= {16, 32, 64, 128, 256, 300}
 
 
 @pytest.mark.parametrize(
     ("platform", "limits"), [("cpu", (32, 512)), ("tpu", (32, 512)), ("gpu", (256, 8192))]
 )
-def test_limits_that_were_left_out_are_the_devices(platform, limits):
-    found = EngineOptions().on(platform)
-    assert (found.max_num_seqs, found.max_num_batched_tokens) == limits
-    found = EngineOptions(max_num_seqs=3, data_parallel_size=2).on(platform)
-    assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_running) == (
+def test_default_limits_depend_on_the_platform(platform, limits):
+    options = EngineOptions().on(platform)
+    assert (options.max_num_seqs, options.max_num_batched_tokens) == limits
+    options = EngineOptions(max_num_seqs=3, data_parallel_size=2).on(platform)
+    assert (options.max_num_seqs, options.max_num_batched_tokens, options.max_running) == (
         3,
         limits[1],
         6,
@@ -78,6 +78,6 @@ def test_limits_that_were_left_out_are_the_devices(platform, limits):
         EngineOptions(max_num_batched_tokens=8).on(platform)
 
 
-def test_what_does_not_fit_is_an_error():
+def test_step_larger_than_all_sizes_is_an_error():
     with pytest.raises(ValueError, match="600 rows"):
         choose(sizes(StepShape.largest(4, 512, 16)), 600, 1, 1, False)

@@ -1,4 +1,4 @@
-"""Beam search against a plain loop over the decoder without a cache, in float64."""
+"""Compares beam search with a naive search by the decoder without a KV cache, in float64."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from quire.sharding.spec import random_arrays
 from quire.tests.support import uncached
 from quire.tests.support.cases import thinned
 
-LENGTH = 48
+MAX_LEN = 48
 VOCAB = 40
 CONFIG = small_cache_config(
     VOCAB,
@@ -30,13 +30,13 @@ CONFIG = small_cache_config(
     ffn=48,
     window=9,
     global_every=2,
-    max_len=LENGTH,
+    max_len=MAX_LEN,
     dtype="float32",
 )
 
 
-class Tokens:
-    """As much of a tokenizer as a search needs."""
+class FakeTokenizer:
+    """Has those methods of a tokenizer that the search uses."""
 
     eos_token_ids = frozenset({3, 17})
 
@@ -50,14 +50,14 @@ class Tokens:
 @pytest.fixture(scope="module")
 def weights():
     weights = random_arrays(abstract(CONFIG), seed=4)
-    return weights.replace(embed_VD=weights.embed_VD * 4)  # far from flat
+    return weights.replace(embed_VD=weights.embed_VD * 4)  # so that logits differ clearly
 
 
 @pytest.fixture(scope="module")
 def engine(weights):
-    runner = Runner(CONFIG, weights, StepShape.largest(8, 64, 16), (60, 60), 8, LENGTH)
+    runner = Runner(CONFIG, weights, StepShape.largest(8, 64, 16), (60, 60), 8, MAX_LEN)
     runner.warm_up()
-    return Engine(runner, Tokens(), [PageTable((60, 60), 8, CONFIG.windows)], LENGTH)
+    return Engine(runner, FakeTokenizer(), [PageTable((60, 60), 8, CONFIG.windows)], MAX_LEN)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def oracle(weights):
     forward = jax.jit(partial(uncached.forward, config=CONFIG))
 
     def logprobs(tokens) -> np.ndarray:
-        padded = np.zeros((1, LENGTH), np.int32)
+        padded = np.zeros((1, MAX_LEN), np.int32)
         padded[0, : len(tokens)] = tokens
         row = np.asarray(forward(weights, padded), np.float64)[0, len(tokens) - 1]
         return row - np.logaddexp.reduce(row)
@@ -73,21 +73,21 @@ def oracle(weights):
     return logprobs
 
 
-def naive(oracle, prompt, width: int, steps: int, eos, penalty: float):
-    """Every continuation of every beam, sorted; no early end."""
-    live = [((), 0.0)]
-    done = []
+def naive_beam_search(oracle, prompt, width: int, steps: int, eos, penalty: float):
+    """Sorts all continuations of all beams at each step, without stopping early."""
+    running = [((), 0.0)]
+    finished = []
     for step in range(1, steps + 1):
-        longer = [
+        extended = [
             ((*tokens, token), total + row[token])
-            for tokens, total in live
+            for tokens, total in running
             for row in [oracle([*prompt, *tokens])]
             for token in range(VOCAB)
         ]
-        best = sorted(longer, key=lambda beam: -beam[1])[: 2 * width]
-        done += [beam for beam in best if beam[0][-1] in eos or step == steps]
-        live = [beam for beam in best if beam[0][-1] not in eos][:width]
-    return sorted(done, key=lambda beam: -beam[1] / len(beam[0]) ** penalty)[:width]
+        best_beams = sorted(extended, key=lambda beam: -beam[1])[: 2 * width]
+        finished += [beam for beam in best_beams if beam[0][-1] in eos or step == steps]
+        running = [beam for beam in best_beams if beam[0][-1] not in eos][:width]
+    return sorted(finished, key=lambda beam: -beam[1] / len(beam[0]) ** penalty)[:width]
 
 
 @pytest.mark.parametrize("seed", thinned(range(6), [0, 1]))
@@ -96,16 +96,16 @@ def naive(oracle, prompt, width: int, steps: int, eos, penalty: float):
     [(1, 6, 1.0), (3, 8, 1.0), (5, 6, 0.0), (4, 7, -0.5), (10, 4, 2.0)],
 )
 @pytest.mark.slow
-def test_beams_are_those_of_a_plain_loop(engine, oracle, seed, width, steps, penalty):
+def test_beams_match_a_naive_search(engine, oracle, seed, width, steps, penalty):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 30, 2)]
     ignore_eos = seed % 3 == 0
     params = BeamSearchParams(
         beam_width=width, max_tokens=steps, length_penalty=penalty, ignore_eos=ignore_eos
     )
-    eos = () if ignore_eos else Tokens.eos_token_ids
+    eos = () if ignore_eos else FakeTokenizer.eos_token_ids
     for prompt, output in zip(prompts, search(engine, prompts, params), strict=True):
-        expected = naive(oracle, prompt, width, steps, eos, penalty)
+        expected = naive_beam_search(oracle, prompt, width, steps, eos, penalty)
         assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in expected]
         for beam, (tokens, total) in zip(output.sequences, expected, strict=True):
             assert beam.cum_logprob == pytest.approx(total, abs=1e-4)
@@ -114,53 +114,57 @@ def test_beams_are_those_of_a_plain_loop(engine, oracle, seed, width, steps, pen
     assert not engine.busy
 
 
-def test_beams_share_the_pages_of_what_they_have_in_common(engine):
+def test_beams_share_the_pages_of_common_prefixes(engine):
     engine.reset_prefix_cache()
-    rows = []
+    tokens_per_step = []
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan, moves: rows.append(plan.num_tokens) or launch(plan, moves)
+    engine.runner.launch = lambda plan, moves: (
+        tokens_per_step.append(plan.num_tokens) or launch(plan, moves)
+    )
     try:
         search(engine, [list(range(32))], BeamSearchParams(beam_width=4, max_tokens=6))
     finally:
         engine.runner.launch = launch
-    # after the first step a row a beam: its last page is a copy
-    assert rows[0] == 32 and max(rows[1:]) <= 4
+    # after the prompt each beam computes one token: its last page is a copy
+    assert tokens_per_step[0] == 32 and max(tokens_per_step[1:]) <= 4
 
 
 @pytest.mark.parametrize(
-    ("fields", "wrong"),
+    ("fields", "message"),
     [
         ({"beam_width": 0}, "beam_width"),
         ({"beam_width": 11}, "beam_width"),
         ({"beam_width": 2, "max_tokens": 0}, "max"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fields, wrong):
-    with pytest.raises(RequestError, match=wrong):
+def test_invalid_beam_search_params_are_refused(fields, message):
+    with pytest.raises(RequestError, match=message):
         BeamSearchParams(**fields)
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_computed(engine):
+def test_too_long_prompt_is_refused_before_computing(engine):
     with pytest.raises(RequestError, match="prompt"):
-        search(engine, [[1], [1] * LENGTH], BeamSearchParams(beam_width=2))
+        search(engine, [[1], [1] * MAX_LEN], BeamSearchParams(beam_width=2))
     assert not engine.busy
 
 
-def test_terms_are_kept_or_refused(engine):
+def test_beam_search_terms(engine):
     engine.reset_prefix_cache()
     params = BeamSearchParams(beam_width=2, max_tokens=2**30)
-    prompt = [[1] * (LENGTH - 3)]
-    (mine,) = search(engine, prompt, params, [Terms(cache_salt="a", priority=-1)])
-    assert list(engine.tables[0].tree.roots) == ["a"]  # and it ended long before max_tokens
-    (plain,) = search(engine, prompt, params)
-    assert mine == plain
+    prompt = [[1] * (MAX_LEN - 3)]
+    (output_with_terms,) = search(engine, prompt, params, [Terms(cache_salt="a", priority=-1)])
+    assert list(engine.tables[0].tree.roots) == ["a"]  # the answer ends long before max_tokens
+    (output,) = search(engine, prompt, params)
+    assert output_with_terms == output
     with pytest.raises(RequestError, match="timeout"):
         search(engine, prompt, params, [Terms(timeout=1.0)])
 
 
-def test_the_end_of_the_room_is_the_end(engine):
+def test_beams_end_at_max_model_len(engine):
     (output,) = search(
-        engine, [[1] * (LENGTH - 3)], BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True)
+        engine,
+        [[1] * (MAX_LEN - 3)],
+        BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True),
     )
     assert [(len(beam.tokens), beam.finish_reason) for beam in output.sequences] == [
         (3, "length")
@@ -169,7 +173,7 @@ def test_the_end_of_the_room_is_the_end(engine):
 
 
 @pytest.mark.slow
-def test_it_writes_text():
+def test_beam_search_returns_distinct_texts():
     llm = LLM(
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256, kv_cache_memory_bytes=1 << 26
     )

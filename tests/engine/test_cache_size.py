@@ -1,6 +1,4 @@
-"""How memory becomes pages: within the budget, for as many sequences as can be, whatever their
-length.
-"""
+"""Sizing of the KV cache: within the budget, for as many sequences as possible, of any length."""
 
 import math
 import os
@@ -36,40 +34,54 @@ def config():
 
 @pytest.mark.parametrize("seqs", [1, 7, 32, 256])
 @pytest.mark.parametrize("share", [1.0, 1.3, 3.0, 20.0, 1000.0])
-def test_pages_for_as_many_as_can_be(config, seqs, share):
+def test_pages_fit_as_many_sequences_as_the_budget_allows(config, seqs, share):
     groups = [PagePool(1, 16, window) for window in config.windows]
     costs = [page_bytes(config, group, 16) for group in range(len(groups))]
 
-    def needs(length: int) -> list[int]:
+    def pages_needed(length: int) -> list[int]:
         return [group.max_pages(length, 512) for group in groups]
 
     def cost(length: int) -> int:
-        return sum(need * own for need, own in zip(needs(length), costs, strict=True))
+        return sum(
+            num_pages * cost_per_page
+            for num_pages, cost_per_page in zip(pages_needed(length), costs, strict=True)
+        )
 
     budget = math.ceil(share * cost(config.max_len)) + sum(costs)
     options = EngineOptions(max_num_seqs=seqs, max_num_batched_tokens=512).on("cpu")
     length, pages = size_cache(config, options, budget)
     assert length == config.max_len
-    assert sum(count * own for count, own in zip(pages, costs, strict=True)) <= budget
-    usable = [count - 1 for count in pages]
-    assert all(own >= need for own, need in zip(usable, needs(length), strict=True))
+    assert (
+        sum(count * cost_per_page for count, cost_per_page in zip(pages, costs, strict=True))
+        <= budget
+    )
+    usable_pages = [count - 1 for count in pages]
+    assert all(
+        count >= num_needed
+        for count, num_needed in zip(usable_pages, pages_needed(length), strict=True)
+    )
     for length in (1, 16, 100, 500, config.max_len):
-        fit = min(own // need for own, need in zip(usable, needs(length), strict=True))
-        possible = min(seqs, int(share * cost(config.max_len) / cost(length)))
+        num_fitting = min(
+            count // num_needed
+            for count, num_needed in zip(usable_pages, pages_needed(length), strict=True)
+        )
+        num_affordable = min(seqs, int(share * cost(config.max_len) / cost(length)))
         if seqs * cost(length) <= 0.9 * share * cost(config.max_len):
-            assert fit >= seqs, "as many as may run have to fit where the memory is there"
-        assert fit >= possible // 2
+            assert num_fitting >= seqs, (
+                "max_num_seqs sequences must fit if the budget is sufficient"
+            )
+        assert num_fitting >= num_affordable // 2
 
 
-def test_too_little_is_an_error_that_says_what_would_do(config):
+def test_too_little_memory_error_suggests_max_model_len(config):
     with pytest.raises(ModelError, match="--max-model-len .* or less"):
         size_cache(config, EngineOptions().on("cpu"), 100_000)
     length, _ = size_cache(config, EngineOptions(max_model_len=-1).on("cpu"), 300_000)
     assert 2 <= length < config.max_len
 
 
-def test_a_step_is_measured_by_its_compiler(config):
-    """More rows and more logits take more; nothing is run."""
+def test_working_bytes_grow_with_the_step_shape(config):
+    """Working memory is measured by compiling; more tokens and logits need more."""
     weights = loader.load(hub.resolve(None), config)
     small = working_bytes(config, weights, StepShape.largest(4, 16, 16), 16)
     large = working_bytes(config, weights, StepShape.largest(64, 1024, 64), 16)
@@ -77,17 +89,17 @@ def test_a_step_is_measured_by_its_compiler(config):
 
 
 @pytest.mark.slow
-def test_a_share_of_the_memory_is_kept_to(monkeypatch):
-    """As on a device of 64 MiB: weights, cache and working memory together stay below the share."""
+def test_gpu_memory_utilization_bounds_all_memory(monkeypatch):
+    """On a device of 64 MiB, weights, cache and working memory together stay below 80 %."""
     monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: 64 << 20)
     llm = LLM(
         gpu_memory_utilization=0.8, max_num_seqs=256, max_num_batched_tokens=2048, dtype="float32"
     )
     runner = llm.engine.runner
-    pages = nbytes(runner.state.pages)
-    step = working_bytes(runner.config, runner.weights, runner.shape, 16)
-    taken = pages + nbytes(runner.weights) + step
-    assert 0.7 * (64 << 20) < taken <= 0.8 * (64 << 20)
+    page_bytes_used = nbytes(runner.state.pages)
+    step_bytes = working_bytes(runner.config, runner.weights, runner.shape, 16)
+    total_bytes = page_bytes_used + nbytes(runner.weights) + step_bytes
+    assert 0.7 * (64 << 20) < total_bytes <= 0.8 * (64 << 20)
     llm.close()
     jax.clear_caches()
     with pytest.raises(ModelError, match="gpu_memory_utilization"):
@@ -95,7 +107,7 @@ def test_a_share_of_the_memory_is_kept_to(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "share", "claimed", "usable"),
+    ("environment", "utilization", "claimed", "usable"),
     [
         ({}, None, 0.9, 90),
         ({}, 0.5, 0.5, 50),
@@ -104,29 +116,32 @@ def test_a_share_of_the_memory_is_kept_to(monkeypatch):
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, None, 0.4, 40),
     ],
 )
-def test_a_share_is_of_the_card(monkeypatch, environment, share, claimed, usable):
-    """As on a card of 1,000 MiB, of which JAX takes what the environment says when it begins."""
-    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+def test_gpu_memory_utilization_is_a_fraction_of_the_device(
+    monkeypatch, environment, utilization, claimed, usable
+):
+    """On a GPU of 1,000 MiB, of which JAX preallocates the fraction that the environment sets."""
+    variable_names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     monkeypatch.setattr(
-        "os.environ", {k: v for k, v in os.environ.items() if k not in names} | environment
+        "os.environ", {k: v for k, v in os.environ.items() if k not in variable_names} | environment
     )
-    options = EngineOptions(gpu_memory_utilization=share)
+    options = EngineOptions(gpu_memory_utilization=utilization)
     claim_memory(options)
-    found = [float(os.environ[name]) for name in names if name in os.environ]
-    assert found == [claimed] and not environment.keys() - os.environ.keys()
+    fractions = [float(os.environ[name]) for name in variable_names if name in os.environ]
+    assert fractions == [claimed] and not environment.keys() - os.environ.keys()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
-        "quire.serving.engine.cache_size.device_memory", lambda: int(found[0] * 1000) << 20
+        "quire.serving.engine.cache_size.device_memory", lambda: int(fractions[0] * 1000) << 20
     )
     assert usable_memory(options) == pytest.approx(usable * (10 << 20) * (1 - GAPS), rel=1e-3)
-    claim_memory(EngineOptions(gpu_memory_utilization=0.1))  # a second engine, when JAX has begun
-    assert float(os.environ.get(names[0], claimed)) == claimed
+    # a second engine, after JAX is initialised
+    claim_memory(EngineOptions(gpu_memory_utilization=0.1))
+    assert float(os.environ.get(variable_names[0], claimed)) == claimed
     assert usable_memory(EngineOptions(gpu_memory_utilization=0.1)) == pytest.approx(
         100 * 2**20 * (1 - GAPS), rel=1e-3
     )
 
 
-def test_what_jax_took_before_there_was_an_engine_is_not_exceeded(monkeypatch):
+def test_memory_preallocated_by_jax_bounds_the_engine(monkeypatch):
     monkeypatch.setattr("os.environ", {"PATH": ""})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: 750)
@@ -143,13 +158,13 @@ def test_what_jax_took_before_there_was_an_engine_is_not_exceeded(monkeypatch):
         {"kv_cache_host_bytes": -1},
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused(options):
+def test_options_without_effect_are_refused(options):
     with pytest.raises(ModelError, match="|".join(options)):
         EngineOptions(**options)
 
 
 @pytest.mark.parametrize("value", ["1Q", "", True, 1.5, 0, "0", "-1"])
-def test_wrong_size_of_the_cache_is_named(value):
+def test_invalid_kv_cache_memory_bytes_is_refused(value):
     with pytest.raises(
         ModelError,
         match=f"kv_cache_memory_bytes is {value!r}; it must be|kv_cache_memory_bytes is -?[01];",
@@ -157,7 +172,7 @@ def test_wrong_size_of_the_cache_is_named(value):
         LLM(kv_cache_memory_bytes=value)
 
 
-def test_sizes_are_numbers_or_text():
+def test_sizes_may_have_unit_suffixes():
     options = make_options(
         None,
         kv_cache_memory_bytes="1.5G",
@@ -198,7 +213,7 @@ def test_sizes_are_numbers_or_text():
         ({}, 0, None),
     ],
 )
-def test_caches_that_do_not_fit_are_refused(monkeypatch, options, free, message):
+def test_cache_larger_than_free_memory_is_refused(monkeypatch, options, free, message):
     monkeypatch.setattr(cache_size, "free_memory", lambda: free << 30)
     weights = 1 << 30 if options else 0
     with nullcontext() if message is None else pytest.raises(ModelError, match=message):
@@ -207,7 +222,7 @@ def test_caches_that_do_not_fit_are_refused(monkeypatch, options, free, message)
 
 def test_cache_larger_than_the_device_is_refused(monkeypatch):
     monkeypatch.setattr(cache_size, "device_memory", lambda: 80 << 30)
-    # of the host, which holds none of it
+    # free host memory does not matter for a cache on a device
     monkeypatch.setattr(cache_size, "free_memory", lambda: 1 << 30)
     check_memory(make_options(None, kv_cache_memory_bytes="60G"), 70 << 30)
     with pytest.raises(
@@ -224,15 +239,15 @@ def test_engine_that_cannot_fit_is_refused_before_it_loads(monkeypatch):
     assert stages == ["reading config"]
 
 
-def test_the_budget_of_a_cpu_stays_while_memory_comes_and_goes(monkeypatch):
-    """Another number of pages would be other programs; a quarter of what is free, and at most an
-    eighth less.
+def test_cpu_cache_budget_is_stable_while_free_memory_varies(monkeypatch):
+    """A new number of pages would need new programs; the budget is between 7/8 of a quarter of the
+    free memory and a quarter.
     """
-    found = set()
+    budgets = set()
     for free in (23_100, 23_900, 22_800, 22_600):  # MiB
         monkeypatch.setattr(cache_size, "free_memory", lambda free=free: free << 20)
-        found.add(cache_budget(EngineOptions()))
-    assert found == {5632 << 20}
+        budgets.add(cache_budget(EngineOptions()))
+    assert budgets == {5632 << 20}
     for free in (1, 1000, 3 << 30, 17 << 30, 30 << 30, 33 << 30, 1 << 40):
         monkeypatch.setattr(cache_size, "free_memory", lambda free=free: free)
         quarter = min(free // 4, 8 << 30)
@@ -240,7 +255,7 @@ def test_the_budget_of_a_cpu_stays_while_memory_comes_and_goes(monkeypatch):
         assert budget is not None and quarter * 7 / 8 <= budget <= quarter
 
 
-def test_memory_of_files_that_the_system_can_forget_is_free():
+def test_free_memory_includes_the_page_cache():
     with open("/proc/meminfo") as file:
-        told = dict(line.split()[:2] for line in file)
-    assert cache_size.free_memory() == pytest.approx(int(told["MemAvailable:"]) << 10, rel=0.1)
+        fields = dict(line.split()[:2] for line in file)
+    assert cache_size.free_memory() == pytest.approx(int(fields["MemAvailable:"]) << 10, rel=0.1)

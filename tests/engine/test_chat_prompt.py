@@ -1,4 +1,4 @@
-"""The end of a prompt that an answer goes on from."""
+"""Prompts of `continue_final_message`, which end with the last message."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from quire.serving.api.errors import RequestError
 from quire.serving.chat_prompt import render
 from quire.tests.support.chat_templates import CASES
 
-ASK = {"role": "user", "content": "count"}
-GOES_ON = {"continue_final_message": True, "add_generation_prompt": False}
+QUESTION = {"role": "user", "content": "count"}
+CONTINUE_OPTIONS = {"continue_final_message": True, "add_generation_prompt": False}
 
 
-class Templates:
-    """A tokenizer's part in it."""
+class FakeTokenizer:
+    """Has those methods of a tokenizer that `render` uses."""
 
     def __init__(self):
         self.template = ChatTemplate("", {"bos_token": "<s>", "eos_token": "</s>"})
@@ -25,37 +25,41 @@ class Templates:
 
 
 @pytest.fixture(scope="module")
-def go_on():
-    tokenizer = Templates()
+def render_continued():
+    tokenizer = FakeTokenizer()
 
-    def run(template: str, said: str) -> str:
+    def run(template: str, content: str) -> str:
         tokenizer.template.source = CASES[template].template
-        messages = [ASK, {"role": "assistant", "content": said}]
-        return render(tokenizer, messages, [], GOES_ON)  # type: ignore[arg-type]
+        messages = [QUESTION, {"role": "assistant", "content": content}]
+        return render(tokenizer, messages, [], CONTINUE_OPTIONS)  # type: ignore[arg-type]
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "end"),
+    ("template", "content", "expected_end"),
     [
         ("chatml", "Hel", "assistant\nHel"),
-        ("chatml", "e", "assistant\ne"),  # which the end of the turn has too
+        ("chatml", "e", "assistant\ne"),  # `<|im_end|>` contains an e too
         ("chatml", "<", "assistant\n<"),
         ("chatml", "count", "assistant\ncount"),
         ("phi", " So, \n", "<|assistant|>\n So, \n"),
-        ("llama", " So, \n", "assistant<|/header|>\n\nSo,"),  # it trims what is said
+        ("llama", " So, \n", "assistant<|/header|>\n\nSo,"),  # the template trims contents
         ("gemma", "t", "model\nt"),
         ("mistral", "I ", "[/INST] I"),
     ],
 )
-def test_the_prompt_ends_where_the_last_message_ends(go_on, template, said, end):
-    assert go_on(template, said).endswith(end)
+def test_continued_prompt_ends_with_the_last_message(
+    render_continued, template, content, expected_end
+):
+    assert render_continued(template, content).endswith(expected_end)
 
 
-@pytest.mark.parametrize(("template", "said"), [("chatml", " "), ("harmony", "<think>a</think>b")])
-def test_what_the_template_does_not_show_cannot_go_on(go_on, template, said):
+@pytest.mark.parametrize(
+    ("template", "content"), [("chatml", " "), ("harmony", "<think>a</think>b")]
+)
+def test_message_omitted_by_the_template_cannot_be_continued(render_continued, template, content):
     with pytest.raises(
         RequestError, match="^continue_final_message: .*does not show the last message"
     ):
-        go_on(template, said)
+        render_continued(template, content)

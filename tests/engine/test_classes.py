@@ -1,4 +1,4 @@
-"""quill with a head for classes: what it answers by Python and HTTP, and what it refuses."""
+"""quill with a classification head: answers in Python and over HTTP, and refused requests."""
 
 import json
 import shutil
@@ -30,50 +30,50 @@ TEXTS = ["Once upon a time", "A dog ran home, " * 9, "x"]
 LABELS = ["good", "bad", "neither"]
 
 
-def write(folder, **changes):
+def write_classifier(folder, **changes):
     shutil.copytree(hub.resolve(None), folder)
-    told = {
+    class_fields = {
         "architectures": ["QuillForSequenceClassification"],
         "id2label": dict(enumerate(LABELS)),
     }
-    hf = json.loads((folder / "config.json").read_text()) | told | changes
-    (folder / "config.json").write_text(json.dumps(hf))
-    drawn = (
+    config = json.loads((folder / "config.json").read_text()) | class_fields | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    head = (
         np.random.default_rng(0)
-        .standard_normal((len(LABELS), hf["hidden_size"]))
+        .standard_normal((len(LABELS), config["hidden_size"]))
         .astype(np.float32)
     )
-    weights = load_file(folder / "model.safetensors") | {"score.weight": drawn}
+    weights = load_file(folder / "model.safetensors") | {"score.weight": head}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, drawn
+    return folder, head
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("classes") / "model")
+def classifier(tmp_path_factory):
+    return write_classifier(tmp_path_factory.mktemp("classes") / "model")
 
 
-def expected_of(drawn) -> np.ndarray:
-    """The softmax of the head's products with the bundled model's own last hidden states."""
+def expected_probabilities(head) -> np.ndarray:
+    """Returns the softmax of the head applied to the bundled model's last hidden states."""
     llm = LLM(**OPTIONS)
-    rows = [llm.run([text], [PARAMS], False, "last")[0].pooled for text in TEXTS]
-    logits = np.asarray(rows, np.float64) @ drawn.T.astype(np.float64)
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+    hidden_states = [llm.run([text], [PARAMS], False, "last")[0].pooled for text in TEXTS]
+    logits = np.asarray(hidden_states, np.float64) @ head.T.astype(np.float64)
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
 @pytest.mark.slow
-def test_classes_by_python_and_http(made):
-    folder, drawn = made
-    expected = expected_of(drawn)
+def test_classify_in_python_and_over_http(classifier):
+    folder, head = classifier
+    expected = expected_probabilities(head)
     llm = LLM(str(folder), **OPTIONS)
-    found = llm.classify(TEXTS, use_tqdm=False)
-    np.testing.assert_allclose([one.outputs.probs for one in found], expected, atol=1e-3)
-    alone = [llm.classify(text, use_tqdm=False)[0].outputs for text in TEXTS]
-    assert alone == [one.outputs for one in found]
-    for ask in (llm.generate, llm.embed, llm.reward):
+    outputs = llm.classify(TEXTS, use_tqdm=False)
+    np.testing.assert_allclose([output.outputs.probs for output in outputs], expected, atol=1e-3)
+    single_classes = [llm.classify(text, use_tqdm=False)[0].outputs for text in TEXTS]
+    assert single_classes == [output.outputs for output in outputs]
+    for call in (llm.generate, llm.embed, llm.reward):
         with pytest.raises(RequestError, match="model: "):
-            ask(TEXTS, use_tqdm=False)
+            call(TEXTS, use_tqdm=False)
     with pytest.raises(
         RequestError, match="model: has no classes; ask a model whose architecture is"
     ):
@@ -85,28 +85,33 @@ def test_classes_by_python_and_http(made):
     ):
         status, body = client.post("/classify", {"input": TEXTS})
         assert status == 200 and body["object"] == "list" and body["usage"]["prompt_tokens"] > 0
-        for index, (one, own) in enumerate(zip(body["data"], alone, strict=True)):
-            label = LABELS[int(np.argmax(own.probs))]
-            assert one == {"index": index, "label": label, "probs": own.probs, "num_classes": 3}
+        for index, (output, classes) in enumerate(zip(body["data"], single_classes, strict=True)):
+            label = LABELS[int(np.argmax(classes.probs))]
+            assert output == {
+                "index": index,
+                "label": label,
+                "probs": classes.probs,
+                "num_classes": 3,
+            }
         status, body = client.post("/pooling", {"input": TEXTS, "task": "classify"})
-        assert status == 200 and [one["data"] for one in body["data"]] == [
-            own.probs for own in alone
+        assert status == 200 and [output["data"] for output in body["data"]] == [
+            classes.probs for classes in single_classes
         ]
         status, body = client.post("/pooling", {"input": TEXTS, "dimensions": 3})
         assert status == 400 and body["error"]["param"] == "dimensions"
-        asks = {
+        bodies = {
             "/v1/completions": {"prompt": "x"},
             "/v1/embeddings": {"input": "x"},
             "/v2/embed": {"texts": ["x"]},
             "/rerank": {"query": "x", "documents": ["y"]},
         }
-        for path, given in asks.items():
-            status, body = client.post(path, given)
+        for path, request_body in bodies.items():
+            status, body = client.post(path, request_body)
             assert status == 400 and body["error"]["param"] == "model", (path, body)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"id2label": None, "num_labels": 0}, "num_labels = 0; it must be from 1 to"),
         ({"id2label": {"0": "a", "2": "b"}}, "it must name the classes 0, 1 and so on"),
@@ -114,7 +119,7 @@ def test_classes_by_python_and_http(made):
         ({"problem_type": "x"}, "problem_type = 'x'; it can be null, regression"),
     ],
 )
-def test_heads_that_are_refused(tmp_path, changes, told):
-    with pytest.raises(ModelError) as caught:
-        loader.read_config(write(tmp_path / "model", **changes)[0])
-    assert told in str(caught.value)
+def test_invalid_class_heads_are_refused(tmp_path, changes, message):
+    with pytest.raises(ModelError) as error_info:
+        loader.read_config(write_classifier(tmp_path / "model", **changes)[0])
+    assert message in str(error_info.value)

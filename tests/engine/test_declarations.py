@@ -1,6 +1,4 @@
-"""A sampling parameter is declared once: every table that names one follows from its
-declaration.
-"""
+"""A sampling parameter is declared once; endpoints, schemas and step inputs derive from that."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -27,8 +25,8 @@ ENDPOINTS = {
     "responses": (responses, "/v1/responses"),
     "messages": (messages, "/v1/messages"),
 }
-CARRIED = [name for name, declaration in SAMPLING.items() if declaration.padding is not None]
-OF_THE_STEP = {  # what rows carry beside parameters
+STEP_PARAMS = [name for name, declaration in SAMPLING.items() if declaration.padding is not None]
+OTHER_STEP_INPUTS = {  # sampling inputs of a step that are not parameters
     "slots_R",
     "bias_rows_R",
     "drafted_RJ",
@@ -43,17 +41,17 @@ OF_THE_STEP = {  # what rows carry beside parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Extended(SamplingParams):
+class ExtendedParams(SamplingParams):
     dryness: float = declared(0.5, real(0, 5, " (0 is off)"), ("chat",), padding=0.25)
 
 
 @pytest.mark.parametrize("name", SAMPLING)
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_endpoints_take_what_is_declared(endpoint, name):
+def test_endpoints_accept_declared_parameters(endpoint, name):
     module, path = ENDPOINTS[endpoint]
-    taken = endpoint in SAMPLING[name].endpoints
-    assert (name in module.SAMPLING_FIELDS) == taken
-    if taken:
+    is_accepted = endpoint in SAMPLING[name].endpoints
+    assert (name in module.SAMPLING_FIELDS) == is_accepted
+    if is_accepted:
         schema = body_schema(path)["properties"][name]
         assert name in module.FIELDS and SAMPLING[name].rule.schema in (
             schema,
@@ -61,7 +59,7 @@ def test_endpoints_take_what_is_declared(endpoint, name):
         )
 
 
-def test_terms_are_taken_everywhere():
+def test_all_endpoints_accept_request_terms():
     assert {"cache_salt", "priority", "timeout"} == set(TERMS)
     for module, path in ENDPOINTS.values():
         assert set(TERMS) <= set(module.FIELDS) and set(TERMS) <= set(
@@ -69,12 +67,12 @@ def test_terms_are_taken_everywhere():
         )
 
 
-def test_rows_carry_what_is_declared():
-    assert {field.name for field in dataclasses.fields(SamplingInputs)} == OF_THE_STEP | {
-        f"{x}_R" for x in CARRIED
+def test_step_inputs_contain_declared_parameters():
+    assert {field.name for field in dataclasses.fields(SamplingInputs)} == OTHER_STEP_INPUTS | {
+        f"{name}_R" for name in STEP_PARAMS
     }
     padding = empty(StepShape(Size(8, 4, 4), 4)).sampling
-    for name in CARRIED:
+    for name in STEP_PARAMS:
         array = getattr(padding, f"{name}_R")
         assert array.tolist() == [SAMPLING[name].padding] * 4
         assert array.dtype == (
@@ -82,33 +80,37 @@ def test_rows_carry_what_is_declared():
         )
 
 
-@pytest.mark.parametrize("name", CARRIED)
-def test_a_slot_has_the_values_of_its_request(name):
+@pytest.mark.parametrize("name", STEP_PARAMS)
+def test_slot_settings_have_the_values_of_the_request(name):
     builder = BatchBuilder(StepShape.largest(4, 16, 16).with_cache(1, 16, 64))
     value = 7 if isinstance(SAMPLING[name].padding, int) else 0.75
     seq: Any = SimpleNamespace(
         replica=0, slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False
     )
     builder.assign(seq, False)
-    for other in CARRIED:
-        kept = builder.settings[f"{other}_R"].tolist()
-        assert kept[2] == getattr(seq.params, other) and {*kept[:2], kept[3]} == {
-            SAMPLING[other].padding
-        }
+    for other_name in STEP_PARAMS:
+        slot_values = builder.settings[f"{other_name}_R"].tolist()
+        assert slot_values[2] == getattr(seq.params, other_name) and {
+            *slot_values[:2],
+            slot_values[3],
+        } == {SAMPLING[other_name].padding}
     assert builder.settings[f"{name}_R"][2] == value
 
 
-def test_a_made_up_parameter_needs_its_declaration_alone(monkeypatch):
-    assert Extended().dryness == 0.5 and Extended(dryness=np.float32(2), n=3).dryness == 2.0
+def test_new_parameter_needs_only_a_declaration(monkeypatch):
+    assert (
+        ExtendedParams().dryness == 0.5
+        and ExtendedParams(dryness=np.float32(2), n=3).dryness == 2.0
+    )
     with pytest.raises(RequestError) as caught:
-        Extended(dryness=6)
+        ExtendedParams(dryness=6)
     assert str(caught.value) == "dryness: must be a number from 0 to 5 (0 is off), got 6"
     with pytest.raises(RequestError, match="did you mean 'dryness'"):
-        Extended.from_dict({"drynes": 1})
-    monkeypatch.setitem(SAMPLING, "dryness", declarations(Extended)["dryness"])
+        ExtendedParams.from_dict({"drynes": 1})
+    monkeypatch.setitem(SAMPLING, "dryness", declarations(ExtendedParams)["dryness"])
     assert "dryness" in sampling_fields("chat") and "dryness" not in sampling_fields("messages")
     assert param_arrays(3)["dryness_R"].tolist() == [0.25] * 3
 
 
-def test_as_many_logprobs_as_the_step_lists():
+def test_logprob_limits_equal_those_of_the_step():
     assert params.MAX_LOGPROBS == MAX_LOGPROBS and params.MAX_WANTED == MAX_WANTED

@@ -1,4 +1,4 @@
-"""What readers are brought is in order, whatever the deliveries overlap with."""
+"""Readers get updates in order, even if deliveries overlap."""
 
 import asyncio
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from quire.serving.engine.delivery import SLICE, Inbox, Listener, Outbox
 
 
-class Told:
-    """A request of which there is ever more to read."""
+class CountingRequest:
+    """A request whose `read` returns 1, 2, 3..."""
 
     def __init__(self, name: str):
         self.request_id = name
@@ -21,74 +21,76 @@ class Told:
         return self.count
 
 
-def listen(outbox: Outbox, told: Told) -> Inbox:
+def add_listener(outbox: Outbox, counting_request: CountingRequest) -> Inbox:
     inbox = Inbox()
-    outbox.listeners[told.request_id] = Listener(inbox, 0, lambda request: told.read())
+    outbox.listeners[counting_request.request_id] = Listener(
+        inbox, 0, lambda request: counting_request.read()
+    )
     return inbox
 
 
-async def taken(inbox: Inbox, number: int) -> list[Any]:
-    found: list[Any] = []
-    while len(found) < number:
-        found += [item for _, item in await asyncio.wait_for(inbox.take(), 5)]
-    return found
+async def take_items(inbox: Inbox, count: int) -> list[Any]:
+    items: list[Any] = []
+    while len(items) < count:
+        items += [item for _, item in await asyncio.wait_for(inbox.take(), 5)]
+    return items
 
 
 @pytest.mark.parametrize("readers", [1, SLICE, SLICE + 1, 4 * SLICE])
-def test_the_last_delivery_does_not_overtake_the_one_before(readers):
-    """What ends as the engine falls idle is sent at once, though the loop may still be giving out
-    what came before.
+def test_final_delivery_stays_behind_earlier_ones(readers):
+    """When the engine becomes idle, the last update is sent at once, although the event loop may
+    still be delivering earlier ones.
     """
 
     async def main() -> list[int]:
         outbox = Outbox(lambda: 0.0)
-        crowd = [Told(f"{number}") for number in range(readers)]
-        inboxes = [listen(outbox, told) for told in crowd]
-        outbox.note(crowd)
+        requests = [CountingRequest(f"{number}") for number in range(readers)]
+        inboxes = [add_listener(outbox, request) for request in requests]
+        outbox.note(requests)
         outbox.send()
-        last = crowd[-1]
-        last.finished = True
-        outbox.note([last])
+        last_request = requests[-1]
+        last_request.finished = True
+        outbox.note([last_request])
         outbox.send()
-        return await taken(inboxes[-1], 2)
+        return await take_items(inboxes[-1], 2)
 
     assert asyncio.run(main()) == [1, 2]
 
 
-def test_what_is_due_waits_for_the_delivery_before():
+def test_due_delivery_waits_for_the_previous_one():
     async def main() -> None:
         outbox = Outbox(lambda: 1000.0)
-        crowd = [Told(f"{number}") for number in range(SLICE + 1)]
-        inboxes = [listen(outbox, told) for told in crowd]
-        outbox.note(crowd)
+        requests = [CountingRequest(f"{number}") for number in range(SLICE + 1)]
+        inboxes = [add_listener(outbox, request) for request in requests]
+        outbox.note(requests)
         outbox.send()
-        outbox.note(crowd)
-        outbox.sent = 0.0  # long ago
+        outbox.note(requests)
+        outbox.sent = 0.0  # so that an update is due
         outbox.deliver_due()
-        assert [await taken(inbox, 1) for inbox in inboxes] == [[1]] * len(crowd)
+        assert [await take_items(inbox, 1) for inbox in inboxes] == [[1]] * len(requests)
         outbox.deliver_due()
-        assert [await taken(inbox, 1) for inbox in inboxes] == [[2]] * len(crowd)
+        assert [await take_items(inbox, 1) for inbox in inboxes] == [[2]] * len(requests)
 
     asyncio.run(main())
 
 
-def test_a_loop_that_closed_delays_nobody():
+def test_closed_event_loop_delays_no_other_reader():
     outbox = Outbox(lambda: 1000.0)
-    gone = Told("gone")
-    here = Told("here")
+    closed_request = CountingRequest("closed")
+    open_request = CountingRequest("open")
 
-    async def leave() -> None:
-        listen(outbox, gone)
-        outbox.note([gone])
-        outbox.send()  # and ends before it is given out
+    async def listen_and_close() -> None:
+        add_listener(outbox, closed_request)
+        outbox.note([closed_request])
+        outbox.send()  # and the loop closes before the delivery
 
-    async def stay() -> None:
-        inbox = listen(outbox, here)
-        outbox.note([gone, here])
+    async def listen_and_read() -> None:
+        inbox = add_listener(outbox, open_request)
+        outbox.note([closed_request, open_request])
         outbox.sent = 0.0
         outbox.deliver_due()
-        assert await taken(inbox, 1) == [1]
+        assert await take_items(inbox, 1) == [1]
 
-    asyncio.run(leave())
-    asyncio.run(stay())
+    asyncio.run(listen_and_close())
+    asyncio.run(listen_and_read())
     assert not outbox.delivering()

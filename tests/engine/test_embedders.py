@@ -1,5 +1,5 @@
-"""What a sentence-transformers folder says, and what its model answers: to embeddings, and to who
-asks for text.
+"""Reads sentence-transformers folders, and serves their models: embeddings, scores and errors for
+generation.
 """
 
 import json
@@ -31,74 +31,86 @@ OPTIONS = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 32 << 20,
 }
-POOLED = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+LAST_TOKEN_POOLING = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
 
 
-def write(
+def write_embedder(
     folder,
     modules=("Transformer", "Pooling", "Normalize"),
-    pooled=POOLED,
-    prompts=None,
+    pooling_config=LAST_TOKEN_POOLING,
+    prompts_config=None,
     path="1_Pooling",
 ):
-    named = [
+    module_entries = [
         {"idx": i, "name": str(i), "path": path if i else "", "type": f"a.b.{kind}"}
         for i, kind in enumerate(modules)
     ]
-    (folder / "modules.json").write_text(json.dumps(named))
+    (folder / "modules.json").write_text(json.dumps(module_entries))
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooled))
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts or {}))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling_config))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts_config or {}))
     return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("embedder") / "model"
-    shutil.copytree(hub.resolve(None), made)
-    return write(made, prompts={"prompts": PROMPTS, "default_prompt_name": "classification"})
+    folder = tmp_path_factory.mktemp("embedder") / "model"
+    shutil.copytree(hub.resolve(None), folder)
+    return write_embedder(
+        folder, prompts_config={"prompts": PROMPTS, "default_prompt_name": "classification"}
+    )
 
 
-def test_prompts_come_before_texts(folder):
-    own = LLM(str(folder), **OPTIONS)
-    plain = LLM(**OPTIONS)
-    tokens = own.get_tokenizer().encode
+def test_embedding_prompts_are_prepended(folder):
+    prompting_llm = LLM(str(folder), **OPTIONS)
+    plain_llm = LLM(**OPTIONS)
+    encode = prompting_llm.get_tokenizer().encode
 
     def vectors(llm, prompts, **options):
-        return [one.outputs.embedding for one in llm.embed(prompts, use_tqdm=False, **options)]
+        return [
+            output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False, **options)
+        ]
 
     texts = ["Once upon a time", "A dog ran home."]
     for name in (*PROMPTS, None):
-        first = PROMPTS[name or "classification"]
-        expected = vectors(plain, [first + text for text in texts])
-        np.testing.assert_allclose(vectors(own, texts, prompt_name=name), expected, atol=1e-5)
-        found = vectors(
-            own, [{"prompt": texts[0]}, {"prompt_token_ids": tokens(texts[1])}], prompt_name=name
+        prompt = PROMPTS[name or "classification"]
+        expected = vectors(plain_llm, [prompt + text for text in texts])
+        np.testing.assert_allclose(
+            vectors(prompting_llm, texts, prompt_name=name), expected, atol=1e-5
         )
-        np.testing.assert_allclose(found, [expected[0], vectors(plain, texts[1])[0]], atol=1e-5)
+        actual = vectors(
+            prompting_llm,
+            [{"prompt": texts[0]}, {"prompt_token_ids": encode(texts[1])}],
+            prompt_name=name,
+        )
+        np.testing.assert_allclose(
+            actual, [expected[0], vectors(plain_llm, texts[1])[0]], atol=1e-5
+        )
     with pytest.raises(
         RequestError,
         match="prompt_name: must be 'classification' or 'document' or 'query', got 'x'",
     ):
-        own.embed(texts, prompt_name="x")
+        prompting_llm.embed(texts, prompt_name="x")
     with pytest.raises(RequestError, match="prompt_name: must be left out: the model has none"):
-        plain.embed(texts, prompt_name="query")
+        plain_llm.embed(texts, prompt_name="query")
     with pytest.raises(RequestError, match="prompt"):
-        own.embed([""])
+        prompting_llm.embed([""])
     with pytest.raises(RequestError, match="model: makes embeddings and writes no text"):
-        own.generate("x", use_tqdm=False)
-    queries, documents = (vectors(own, texts, prompt_name=name) for name in ("query", "document"))
-    scores = [one.outputs.score for one in own.score(texts[0], texts, use_tqdm=False)]
-    # the vectors have length 1
+        prompting_llm.generate("x", use_tqdm=False)
+    queries, documents = (
+        vectors(prompting_llm, texts, prompt_name=name) for name in ("query", "document")
+    )
+    scores = [score.outputs.score for score in prompting_llm.score(texts[0], texts, use_tqdm=False)]
+    # the embeddings are normalised, so that the score is their dot product
     np.testing.assert_allclose(scores, np.array(documents) @ queries[0], atol=1e-6)
     with pytest.raises(RequestError, match="text_1"):
-        own.score("x", ["y", "\ud800"])
-    assert not own.engine.busy
-    mean = LLM(str(folder), pooling="mean", **OPTIONS)
-    assert not np.allclose(vectors(mean, texts), vectors(own, texts), atol=1e-3)
+        prompting_llm.score("x", ["y", "\ud800"])
+    assert not prompting_llm.engine.busy
+    mean_llm = LLM(str(folder), pooling="mean", **OPTIONS)
+    assert not np.allclose(vectors(mean_llm, texts), vectors(prompting_llm, texts), atol=1e-3)
 
 
-def test_http(folder):
+def test_http_api_prepends_embedding_prompts(folder):
     options = make_options(str(folder), **OPTIONS)
     model = Model(("m",), lambda: make_engine(options))
     with (
@@ -106,187 +118,228 @@ def test_http(folder):
         Client(state.url) as client,
     ):
 
-        def good(path, **body):
-            status, found = client.post(path, body)
-            assert status == 200, found
-            return found
+        def post(path, **body):
+            status, response = client.post(path, body)
+            assert status == 200, response
+            return response
 
         text = "Once upon a time"
-        raw = good("/tokenize", prompt=PROMPTS["query"] + text)["tokens"]
-        expected = good("/v1/embeddings", input=raw)["data"][0]["embedding"]
-        for kind, same in (("search_query", True), ("search_document", False)):
-            found = good("/v2/embed", texts=[text], input_type=kind, embedding_types=["float"])
-            assert np.allclose(found["embeddings"]["float"][0], expected, atol=1e-5) == same
-        raw = good("/tokenize", prompt=PROMPTS["classification"] + text)["tokens"]
-        ids, words = (
-            good("/v1/embeddings", input=given)["data"][0]["embedding"] for given in (raw, text)
+        token_ids = post("/tokenize", prompt=PROMPTS["query"] + text)["tokens"]
+        expected = post("/v1/embeddings", input=token_ids)["data"][0]["embedding"]
+        for kind, is_equal in (("search_query", True), ("search_document", False)):
+            response = post("/v2/embed", texts=[text], input_type=kind, embedding_types=["float"])
+            assert np.allclose(response["embeddings"]["float"][0], expected, atol=1e-5) == is_equal
+        token_ids = post("/tokenize", prompt=PROMPTS["classification"] + text)["tokens"]
+        ids_vector, text_vector = (
+            post("/v1/embeddings", input=prompt)["data"][0]["embedding"]
+            for prompt in (token_ids, text)
         )
-        np.testing.assert_allclose(words, ids, atol=1e-5)
+        np.testing.assert_allclose(text_vector, ids_vector, atol=1e-5)
         documents = ["A dog ran home.", text]
-        ranked = good("/rerank", query=text, documents=documents)
-        scored = good("/score", queries=text, documents=documents)["data"]
-        assert [one["score"] for one in scored] == [
-            one["relevance_score"]
-            for one in sorted(ranked["results"], key=lambda one: one["index"])
+        ranking = post("/rerank", query=text, documents=documents)
+        scores = post("/score", queries=text, documents=documents)["data"]
+        assert [result["score"] for result in scores] == [
+            result["relevance_score"]
+            for result in sorted(ranking["results"], key=lambda result: result["index"])
         ]
-        assert ranked["ranked_by"] == "cosine of the embeddings of the query and each document"
-        asks = {
+        assert ranking["ranked_by"] == "cosine of the embeddings of the query and each document"
+        bodies = {
             "/v1/completions": {"prompt": "x"},
             "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
         }
-        for path, body in asks.items():
-            for extra in ({}, {"stream": True}) if path.startswith("/v1") else ({},):
-                status, found = client.post(path, body | extra)
-                assert status == 400 and found["error"]["param"] == "model", (path, found)
+        for path, body in bodies.items():
+            for stream_fields in ({}, {"stream": True}) if path.startswith("/v1") else ({},):
+                status, response = client.post(path, body | stream_fields)
+                assert status == 400 and response["error"]["param"] == "model", (path, response)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"modules": ("Transformer", "Pooling", "Dense")}, "in_features and out_features must be numbers"),
-        ({"modules": ("Transformer", "Dense", "Pooling")}, "names the modules Transformer, Dense, Pooling; supported"),
+        (
+            {"modules": ("Transformer", "Pooling", "Dense")},
+            "in_features and out_features must be numbers",
+        ),
+        (
+            {"modules": ("Transformer", "Dense", "Pooling")},
+            "names the modules Transformer, Dense, Pooling; supported",
+        ),
         ({"modules": ("Transformer",)}, "names the modules Transformer; supported"),
-        ({"pooled": {"pooling_mode_max_tokens": True}}, "supported is one of pooling_mode_lasttoken, "),
-        ({"pooled": POOLED | {"pooling_mode_mean_tokens": True}}, "supported is one of pooling_mode_lasttoken, "),
-        ({"pooled": {}}, "supported is one of pooling_mode_lasttoken, "),
-        ({"pooled": {"pooling_mode": ["mean"]}}, "supported is one of lasttoken, mean, cls"),
-        ({"pooled": POOLED | {"include_prompt": False}}, "include_prompt = False is not supported"),
+        (
+            {"pooling_config": {"pooling_mode_max_tokens": True}},
+            "supported is one of pooling_mode_lasttoken, ",
+        ),
+        (
+            {"pooling_config": LAST_TOKEN_POOLING | {"pooling_mode_mean_tokens": True}},
+            "supported is one of pooling_mode_lasttoken, ",
+        ),
+        ({"pooling_config": {}}, "supported is one of pooling_mode_lasttoken, "),
+        (
+            {"pooling_config": {"pooling_mode": ["mean"]}},
+            "supported is one of lasttoken, mean, cls",
+        ),
+        (
+            {"pooling_config": LAST_TOKEN_POOLING | {"include_prompt": False}},
+            "include_prompt = False is not supported",
+        ),
         ({"path": "../elsewhere"}, "must be inside of the folder"),
-        ({"prompts": {"prompts": {"query": 1}}}, "must be an object of texts"),
-        ({"prompts": {"prompts": {}, "default_prompt_name": "query"}}, "default_prompt_name = 'query'"),
+        ({"prompts_config": {"prompts": {"query": 1}}}, "must be an object of texts"),
+        (
+            {"prompts_config": {"prompts": {}, "default_prompt_name": "query"}},
+            "default_prompt_name = 'query'",
+        ),
     ],
-)  # fmt: skip
-def test_folders_that_are_refused(tmp_path, options, told):
-    with pytest.raises(ModelError) as caught:
-        embedder.read(write(tmp_path, **options))
-    assert told in str(caught.value)
+)
+def test_invalid_embedder_folders_are_refused(tmp_path, options, message):
+    with pytest.raises(ModelError) as error_info:
+        embedder.read(write_embedder(tmp_path, **options))
+    assert message in str(error_info.value)
 
 
-def test_folders_that_are_read(tmp_path):
+def test_embedder_config_is_read(tmp_path):
     assert embedder.read(tmp_path) is None
-    found = embedder.read(write(tmp_path, ("Transformer", "Pooling"), {"pooling_mode": "cls"}))
-    assert found == embedder.Embedder("cls", False)
+    actual = embedder.read(
+        write_embedder(tmp_path, ("Transformer", "Pooling"), {"pooling_mode": "cls"})
+    )
+    assert actual == embedder.Embedder("cls", False)
     (tmp_path / "modules.json").write_text("{}")
     with pytest.raises(ModelError, match="must hold a list"):
         embedder.read(tmp_path)
 
 
-def write_wrapped(folder, target):
-    """A copy of a model whose tokenizer adds a token before a text and two after it, as BERT's
-    does.
-    """
+def copy_with_special_tokens(folder, target):
+    """Copies a model, with a tokenizer that adds one token before a text and two after it."""
     shutil.copytree(folder, target)
-    core = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
-    names = {name: core.id_to_token(number) for name, number in (("a", 5), ("b", 6), ("c", 7))}
-    core.post_processor = TemplateProcessing(
-        single="{a} $A {b} {c}".format(**names),
-        special_tokens=[(names[name], 5 + i) for i, name in enumerate("abc")],
+    tokenizer = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokens = {
+        name: tokenizer.id_to_token(number) for name, number in (("a", 5), ("b", 6), ("c", 7))
+    }
+    tokenizer.post_processor = TemplateProcessing(
+        single="{a} $A {b} {c}".format(**tokens),
+        special_tokens=[(tokens[name], 5 + i) for i, name in enumerate("abc")],
     )
-    core.save(str(target / "tokenizer.json"))
+    tokenizer.save(str(target / "tokenizer.json"))
     return target
 
 
 @pytest.fixture(scope="module")
-def short(folder, tmp_path_factory):
-    """A folder of which sentence-transformers reads 9 tokens at most."""
-    made = write_wrapped(folder, tmp_path_factory.mktemp("short") / "model")
-    write(made)
-    (made / "sentence_bert_config.json").write_text(
+def truncating_folder(folder, tmp_path_factory):
+    """A folder with a `max_seq_length` of 9."""
+    copied_folder = copy_with_special_tokens(
+        folder, tmp_path_factory.mktemp("truncating") / "model"
+    )
+    write_embedder(copied_folder)
+    (copied_folder / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": 9, "do_lower_case": False})
     )
-    return made
+    return copied_folder
 
 
-LONG = "Once upon a time there was a little dog who ran home. " * 5
+LONG_TEXT = "Once upon a time there was a little dog who ran home. " * 5
 
 
-def test_truncated_tokens_are_those_of_the_tokenizers_own_truncation(short):
-    """Which sentence-transformers uses: what a template adds stays, and counts."""
-    own = Tokenizer(short)
+def test_encode_truncated_matches_the_tokenizers_truncation(truncating_folder):
+    """Special tokens of the template are kept, and count; sentence-transformers does the same."""
+    tokenizer = Tokenizer(truncating_folder)
     rng = random.Random(0)
     for side in ("right", "left"):
-        core = tokenizers.Tokenizer.from_file(str(short / "tokenizer.json"))
+        core = tokenizers.Tokenizer.from_file(str(truncating_folder / "tokenizer.json"))
         for _ in range(30):
-            text = LONG[: rng.randrange(len(LONG))]
+            text = LONG_TEXT[: rng.randrange(len(LONG_TEXT))]
             length = rng.randrange(4, 80)
             core.enable_truncation(length, direction=side)
-            assert own.encode_truncated(text, length, side) == core.encode(text).ids, (
+            assert tokenizer.encode_truncated(text, length, side) == core.encode(text).ids, (
                 side,
                 length,
                 text,
             )
-    assert own.encode_truncated(LONG, 4, add_special_tokens=False) == own.encode(LONG, False)[:4]
-    assert own.encode_truncated(LONG * 1000, 9) == own.encode_truncated(LONG, 9)
+    assert (
+        tokenizer.encode_truncated(LONG_TEXT, 4, add_special_tokens=False)
+        == tokenizer.encode(LONG_TEXT, False)[:4]
+    )
+    assert tokenizer.encode_truncated(LONG_TEXT * 1000, 9) == tokenizer.encode_truncated(
+        LONG_TEXT, 9
+    )
 
 
-def test_text_is_truncated_as_the_folder_says(short):
-    llm = LLM(str(short), **OPTIONS)
-    tokens = llm.get_tokenizer().encode(LONG)
-    cut = [*tokens[:7], *tokens[-2:]]
-    assert len(tokens) > 60
+def test_text_is_truncated_to_max_seq_length(truncating_folder):
+    llm = LLM(str(truncating_folder), **OPTIONS)
+    token_ids = llm.get_tokenizer().encode(LONG_TEXT)
+    truncated_ids = [*token_ids[:7], *token_ids[-2:]]
+    assert len(token_ids) > 60
 
-    def vectors(prompts, llm=llm):
+    def embed(prompts, llm=llm):
         outputs = llm.embed(prompts, use_tqdm=False)
-        return [one.prompt_token_ids for one in outputs], np.array(
-            [one.outputs.embedding for one in outputs]
+        return [output.prompt_token_ids for output in outputs], np.array(
+            [output.outputs.embedding for output in outputs]
         )
 
-    ids, found = vectors([LONG, {"prompt": LONG}, "A dog", LONG * 10_000])
-    assert ids == [cut, cut, llm.get_tokenizer().encode("A dog"), cut]
-    np.testing.assert_allclose(found[0], vectors([cut])[1][0], atol=1e-6)
-    ids, _ = vectors([{"prompt_token_ids": tokens[:60]}])  # token ids are taken as they are
-    assert ids == [tokens[:60]]
-    (pair,) = llm.score(LONG, LONG + "Not read", use_tqdm=False)
-    assert pair.prompt_token_ids == cut + cut
-    # A longer maximum that the user names takes its place.
-    longer = LLM(str(short), max_model_len=41, **OPTIONS)
-    assert vectors([LONG], longer)[0] == [[*tokens[:38], *tokens[-2:]]]
+    ids, actual = embed([LONG_TEXT, {"prompt": LONG_TEXT}, "A dog", LONG_TEXT * 10_000])
+    assert ids == [truncated_ids, truncated_ids, llm.get_tokenizer().encode("A dog"), truncated_ids]
+    np.testing.assert_allclose(actual[0], embed([truncated_ids])[1][0], atol=1e-6)
+    ids, _ = embed([{"prompt_token_ids": token_ids[:60]}])  # token ids are not truncated
+    assert ids == [token_ids[:60]]
+    (pair,) = llm.score(LONG_TEXT, LONG_TEXT + "Truncated", use_tqdm=False)
+    assert pair.prompt_token_ids == truncated_ids + truncated_ids
+    # max_model_len overrides max_seq_length
+    longer_llm = LLM(str(truncating_folder), max_model_len=41, **OPTIONS)
+    assert embed([LONG_TEXT], longer_llm)[0] == [[*token_ids[:38], *token_ids[-2:]]]
 
 
-def test_http_truncates_as_the_folder_says(short):
-    options = make_options(str(short), **OPTIONS)
+def test_http_api_truncates_to_max_seq_length(truncating_folder):
+    options = make_options(str(truncating_folder), **OPTIONS)
     model = Model(("m",), lambda: make_engine(options))
     with served(model, formats=Formats("none")) as state, Client(state.url) as client:
 
-        def tokens_of(path, status=200, **body):
-            got, found = client.post(path, body)
-            assert got == status, found
-            return found
+        def post(path, status=200, **body):
+            actual_status, response = client.post(path, body)
+            assert actual_status == status, response
+            return response
 
         embeddings = "/v1/embeddings"
-        assert tokens_of(embeddings, input=[LONG, LONG * 10_000])["usage"]["prompt_tokens"] == 18
         assert (
-            tokens_of(embeddings, input=LONG, truncate_prompt_tokens=4)["usage"]["prompt_tokens"]
+            post(embeddings, input=[LONG_TEXT, LONG_TEXT * 10_000])["usage"]["prompt_tokens"] == 18
+        )
+        assert (
+            post(embeddings, input=LONG_TEXT, truncate_prompt_tokens=4)["usage"]["prompt_tokens"]
             == 4
         )
         assert (
-            tokens_of(embeddings, input=LONG, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"]
+            post(embeddings, input=LONG_TEXT, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"]
             == 9
         )
         assert (
-            tokens_of(embeddings, input=LONG, add_special_tokens=False)["usage"]["prompt_tokens"]
+            post(embeddings, input=LONG_TEXT, add_special_tokens=False)["usage"]["prompt_tokens"]
             == 9
         )
-        sides = {
-            side: tokens_of("/v2/embed", texts=[LONG], input_type="search_query", truncate=side)
+        response_by_side = {
+            side: post("/v2/embed", texts=[LONG_TEXT], input_type="search_query", truncate=side)
             for side in ("END", "START")
         }
-        assert {found["meta"]["billed_units"]["input_tokens"] for found in sides.values()} == {9}
-        refused = tokens_of(
-            "/v2/embed", 400, texts=[LONG], input_type="search_query", truncate="NONE"
+        assert {
+            response["meta"]["billed_units"]["input_tokens"]
+            for response in response_by_side.values()
+        } == {9}
+        error_response = post(
+            "/v2/embed", 400, texts=[LONG_TEXT], input_type="search_query", truncate="NONE"
         )
-        assert "at most 9 are read" in json.dumps(refused)
-        ids = Tokenizer(short).encode(LONG)
-        for side, kept in {"END": [*ids[:7], *ids[-2:]], "START": [ids[0], *ids[-8:]]}.items():
-            expected = tokens_of(embeddings, input=kept)["data"][0]["embedding"]
-            np.testing.assert_allclose(sides[side]["embeddings"]["float"][0], expected, atol=1e-5)
-        documents = [LONG * 10_000, "A dog ran home."]
-        assert len(tokens_of("/score", queries="A dog", documents=documents)["data"]) == 2
+        assert "at most 9 are read" in json.dumps(error_response)
+        ids = Tokenizer(truncating_folder).encode(LONG_TEXT)
+        for side, truncated_ids in {
+            "END": [*ids[:7], *ids[-2:]],
+            "START": [ids[0], *ids[-8:]],
+        }.items():
+            expected = post(embeddings, input=truncated_ids)["data"][0]["embedding"]
+            np.testing.assert_allclose(
+                response_by_side[side]["embeddings"]["float"][0], expected, atol=1e-5
+            )
+        documents = [LONG_TEXT * 10_000, "A dog ran home."]
+        assert len(post("/score", queries="A dog", documents=documents)["data"]) == 2
 
 
 @pytest.mark.parametrize("value", [0, "9", True, 1.5])
-def test_a_length_that_is_none_is_refused(tmp_path, value):
-    write(tmp_path)
+def test_invalid_max_seq_length_is_refused(tmp_path, value):
+    write_embedder(tmp_path)
     (tmp_path / "sentence_roberta_config.json").write_text(json.dumps({"max_seq_length": value}))
     with pytest.raises(ModelError, match=r"max_seq_length = .*; it must be 1 or more, or null"):
         embedder.read(tmp_path)

@@ -1,6 +1,4 @@
-"""Encoders: the vectors that transformers makes, in any company, and what they are not asked
-for.
-"""
+"""Encoders: embeddings match transformers and are batch invariant; generation is refused."""
 
 import json
 
@@ -27,83 +25,85 @@ OPTIONS = {
     "max_model_len": 120,
 }
 OPTIONS["skip_tokenizer_init"] = True
-NAMED = {variant.name: variant for variant in ENCODERS}
+ENCODERS_BY_NAME = {variant.name: variant for variant in ENCODERS}
 
 
-def vectors(llm: LLM, texts) -> list[list[float]]:
-    return [one.outputs.embedding for one in llm.embed(texts, use_tqdm=False)]
+def embed(llm: LLM, texts) -> list[list[float]]:
+    return [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
 
-def length_one(rows):
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+def normalized(vectors):
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ENCODERS_BY_NAME)
 @pytest.mark.slow
-def test_vectors_are_those_of_transformers(name, tmp_path):
-    """Texts that share steps, and each alone: to the last bit the same."""
-    made = GoldenEncoder(NAMED[name], tmp_path)
-    llm = LLM(str(made.folder), **OPTIONS)
-    found = vectors(llm, made.texts)
-    np.testing.assert_allclose(found, length_one(made.mean), atol=2e-5)
-    assert [vectors(llm, [text])[0] for text in made.texts] == found
+def test_embeddings_match_transformers(name, tmp_path):
+    """Batched embeddings are bit-identical to those of each text alone."""
+    golden = GoldenEncoder(ENCODERS_BY_NAME[name], tmp_path)
+    llm = LLM(str(golden.folder), **OPTIONS)
+    actual = embed(llm, golden.texts)
+    np.testing.assert_allclose(actual, normalized(golden.mean), atol=2e-5)
+    assert [embed(llm, [text])[0] for text in golden.texts] == actual
     assert take_snapshot(llm.engine).recompiles == 0 and not llm.engine.busy
 
 
-def test_first_row(tmp_path):
-    made = GoldenEncoder(NAMED["modernbert"], tmp_path)
-    found = vectors(LLM(str(made.folder), pooling="cls", **OPTIONS), made.texts)
-    np.testing.assert_allclose(found, length_one(made.cls), atol=2e-5)
+def test_cls_pooling_matches_transformers(tmp_path):
+    golden = GoldenEncoder(ENCODERS_BY_NAME["modernbert"], tmp_path)
+    actual = embed(LLM(str(golden.folder), pooling="cls", **OPTIONS), golden.texts)
+    np.testing.assert_allclose(actual, normalized(golden.cls), atol=2e-5)
 
 
-def test_bfloat16(tmp_path):
-    """Near, and the same bits in any company."""
-    made = GoldenEncoder(NAMED["bert"], tmp_path)
-    llm = LLM(str(made.folder), **OPTIONS | {"dtype": "bfloat16"})
-    found = vectors(llm, made.texts)
-    assert (np.sum(np.array(found) * length_one(made.mean), axis=1) > 0.999).all()
-    assert [vectors(llm, [text])[0] for text in made.texts] == found
+def test_bfloat16_embeddings_are_near_and_batch_invariant(tmp_path):
+    golden = GoldenEncoder(ENCODERS_BY_NAME["bert"], tmp_path)
+    llm = LLM(str(golden.folder), **OPTIONS | {"dtype": "bfloat16"})
+    actual = embed(llm, golden.texts)
+    assert (np.sum(np.array(actual) * normalized(golden.mean), axis=1) > 0.999).all()
+    assert [embed(llm, [text])[0] for text in golden.texts] == actual
 
 
-def test_what_is_refused(tmp_path):
-    made = GoldenEncoder(NAMED["bert"], tmp_path)
-    llm = LLM(str(made.folder), **OPTIONS)
-    assert len(vectors(llm, [[5] * 120])) == 1
-    for ask, said in (
+def test_encoder_refuses_generation_and_long_prompts(tmp_path):
+    golden = GoldenEncoder(ENCODERS_BY_NAME["bert"], tmp_path)
+    llm = LLM(str(golden.folder), **OPTIONS)
+    assert len(embed(llm, [[5] * 120])) == 1
+    for call, message in (
         (lambda: llm.embed([[5] * 121]), "prompt: has 121 tokens; this model reads at most 120"),
         (lambda: llm.generate([[5] * 9]), "model: makes embeddings and writes no text"),
         (lambda: llm.classify([[5] * 9]), "model"),
     ):
-        with pytest.raises(RequestError, match=said):
-            ask()
+        with pytest.raises(RequestError, match=message):
+            call()
     with pytest.raises(ModelError, match="no use for drafts"):
-        LLM(str(made.folder), **OPTIONS, speculative_config={"method": "ngram"})
-    short = LLM(str(made.folder), **OPTIONS | {"max_num_batched_tokens": 64})
+        LLM(str(golden.folder), **OPTIONS, speculative_config={"method": "ngram"})
+    short_step_llm = LLM(str(golden.folder), **OPTIONS | {"max_num_batched_tokens": 64})
     with pytest.raises(
         RequestError, match="reads all of them in one step, which holds 64; raise --max-num-batched"
     ):
-        short.embed([[5] * 100])
-    assert not short.engine.busy and len(vectors(short, [[5] * 64, [5] * 64, [7]])) == 3
+        short_step_llm.embed([[5] * 100])
+    assert (
+        not short_step_llm.engine.busy
+        and len(embed(short_step_llm, [[5] * 64, [5] * 64, [7]])) == 3
+    )
 
 
-def test_over_http(tmp_path):
-    made = GoldenEncoder(NAMED["embeddinggemma"], tmp_path)
-    options = make_options(str(made.folder), **OPTIONS)
+def test_encoder_over_http(tmp_path):
+    golden = GoldenEncoder(ENCODERS_BY_NAME["embeddinggemma"], tmp_path)
+    options = make_options(str(golden.folder), **OPTIONS)
     with (
         served(Model(("m",), lambda: make_engine(options)), formats=Formats("none")) as state,
         Client(state.url) as client,
     ):
-        status, found = client.post("/v1/embeddings", {"input": made.texts})
-        assert status == 200, found
+        status, response = client.post("/v1/embeddings", {"input": golden.texts})
+        assert status == 200, response
         np.testing.assert_allclose(
-            [one["embedding"] for one in found["data"]], length_one(made.mean), atol=2e-5
+            [item["embedding"] for item in response["data"]], normalized(golden.mean), atol=2e-5
         )
-        status, found = client.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3})
-        assert status == 400 and found["error"]["param"] == "model", found
+        status, response = client.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3})
+        assert status == 400 and response["error"]["param"] == "model", response
 
 
 @pytest.mark.parametrize(
-    ("said", "activation"),
+    ("fields", "activation"),
     [
         ({}, "sigmoid"),
         (
@@ -123,9 +123,14 @@ def test_over_http(tmp_path):
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.GELU"}}, None),
     ],
 )
-def test_what_a_cross_encoder_makes_of_its_numbers(said, activation, tmp_path):
-    own = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    (tmp_path / "config.json").write_text(json.dumps(NAMED["bert"].config | own | said))
+def test_score_activation_of_a_cross_encoder_config(fields, activation, tmp_path):
+    classifier_fields = {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(ENCODERS_BY_NAME["bert"].config | classifier_fields | fields)
+    )
     if activation is None:
         with pytest.raises(
             ModelError,

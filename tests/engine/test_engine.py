@@ -1,4 +1,4 @@
-"""The engine against the decoder without a cache: random mixes of requests, token for token."""
+"""Compares the engine with a decoder without a KV cache, token for token, on random requests."""
 
 import json
 import os
@@ -54,9 +54,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def oracle(weights):
-    """Log-probabilities [T, V] of every position of one sequence, from the decoder without a
-    cache.
-    """
+    """Computes log-probabilities [T, V] of one sequence with the decoder without a KV cache."""
     forward = jax.jit(partial(uncached.forward, config=CONFIG))
 
     def logprobs(tokens: list[int]) -> np.ndarray:
@@ -69,19 +67,24 @@ def oracle(weights):
     return logprobs
 
 
-def make(
-    weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, host_cache=None
+def make_engine(
+    weights,
+    num_pages=(40, 40),
+    compiled_engine: Engine | None = None,
+    config=CONFIG,
+    host_cache=None,
 ) -> Engine:
-    """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same
-    shape.
+    """Makes an engine for 4 sequences and 16 tokens per step.
+
+    `compiled_engine` has the same shape, and its compiled steps are reused.
     """
     runner = Runner(
         config, weights, StepShape.largest(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights
     )
-    if compiled is not None:
+    if compiled_engine is not None:
         runner.compiled, runner.page_copier.programs = (
-            compiled.runner.compiled,
-            compiled.runner.page_copier.programs,
+            compiled_engine.runner.compiled,
+            compiled_engine.runner.page_copier.programs,
         )
     return Engine(
         runner, None, [PageTable(num_pages, 8, CONFIG.windows, host_cache=host_cache)], LENGTH
@@ -90,12 +93,12 @@ def make(
 
 @pytest.fixture(scope="module")
 def engine(weights):
-    engine = make(weights)
+    engine = make_engine(weights)
     engine.runner.warm_up()
     return engine
 
 
-def run(
+def run_requests(
     engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] | None = None
 ) -> dict:
     """Drive the engine; `arrivals` maps a step to (id, tokens, params), `aborts` a step to ids."""
@@ -114,32 +117,34 @@ def run(
 
 
 def check_greedy(oracle, output, params: SamplingParams) -> None:
-    """Every token is the oracle's best given those before it, with the oracle's log-probability,
-    and the end is due.
+    """Checks that every token is the oracle's likeliest one, and that the answer ends where it
+    should.
     """
     answer = output.outputs[0]
     prompt = list(output.prompt_token_ids)
     tokens = prompt + list(answer.token_ids)
     scores = oracle(tokens)
-    for place, token in enumerate(answer.token_ids):
-        row = scores[len(prompt) + place - 1]
+    for position, token in enumerate(answer.token_ids):
+        row = scores[len(prompt) + position - 1]
         assert token == row.argmax()
         if params.logprobs is not None:
-            entry = answer.logprobs[place]
+            entry = answer.logprobs[position]
             assert entry[token].logprob == pytest.approx(row[token], abs=1e-4)
             assert entry[token].rank == 1
-            best = np.argsort(-row)[: params.logprobs]
-            assert {t for t, e in entry.items() if e.rank <= params.logprobs} == set(best.tolist())
+            best_ids = np.argsort(-row)[: params.logprobs]
+            assert {t for t, e in entry.items() if e.rank <= params.logprobs} == set(
+                best_ids.tolist()
+            )
     stops = set(params.stop_token_ids or ())
-    early = [token in stops for token in answer.token_ids]
-    assert not any(early[:-1])
+    is_stop = [token in stops for token in answer.token_ids]
+    assert not any(is_stop[:-1])
     limit = min(params.max_tokens, LENGTH - len(prompt))
     if answer.finish_reason == "stop":
-        assert early[-1]
+        assert is_stop[-1]
         assert answer.stop_reason == answer.token_ids[-1]
     elif answer.finish_reason == "length":
         assert len(answer.token_ids) == limit
-        assert not early[-1]
+        assert not is_stop[-1]
     else:
         assert answer.finish_reason == "abort"
         assert len(answer.token_ids) <= limit
@@ -173,45 +178,43 @@ def random_mix(rng) -> tuple[dict, dict, dict]:
 
 
 @pytest.mark.parametrize("block", thinned(range(10), [0, 1]))
-def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
-    """20 mixes of arrivals, lengths, stops and aborts in each block: 200 in all, and nothing is
-    compiled.
-    """
+def test_random_mixes_match_the_uncached_decoder(engine, oracle, block):
+    """Each block runs 20 mixes of arrivals, lengths, stops and aborts, without recompiling."""
     rng = np.random.default_rng(block)
     oracle([1])  # its own compilation must not count
-    before = engine.runner.compiles.recompiles
+    recompiles = engine.runner.compiles.recompiles
     for _ in range(20):
         arrivals, aborts, params = random_mix(rng)
-        for name, output in run(engine, arrivals, aborts).items():
+        for name, output in run_requests(engine, arrivals, aborts).items():
             check_greedy(oracle, output, params[name])
         assert all(group.num_free == group.num_pages - 1 for group in engine.tables[0].pools)
-    assert engine.runner.compiles.recompiles == before
+    assert engine.runner.compiles.recompiles == recompiles
 
 
-class Watched:
-    """A result of a step that tells how it is fetched."""
+class RecordedArray:
+    """An output array of a step that records its transfers to the host."""
 
-    def __init__(self, name: str, array: jax.Array, told: list):
+    def __init__(self, name: str, array: jax.Array, events: list):
         self.name = name
         self.array = array
-        self.told = told
+        self.events = events
 
     def copy_to_host_async(self) -> None:
-        self.told.append(("begin", self.name))
+        self.events.append(("begin", self.name))
         self.array.copy_to_host_async()
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        self.told.append(("end", self.name))
+        self.events.append(("end", self.name))
         return np.asarray(self.array)
 
 
-def test_one_array_up_and_one_down_a_step(weights, engine):
-    """While the same sequences decode, with tokens that only the device knows; nothing else moves
-    or waits.
+def test_decode_step_transfers_one_array_each_way(weights, engine):
+    """While the same sequences decode, a step uploads its batch and downloads the sampled tokens;
+    nothing else is transferred or waited for.
     """
-    engine = make(weights, compiled=engine)
+    engine = make_engine(weights, compiled_engine=engine)
     runner = engine.runner
-    told = []
+    events = []
     runner.remote = True
 
     def watch(compiled):
@@ -219,14 +222,14 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
             arrays = jax.tree.leaves((weights, state))
             assert all(isinstance(leaf, jax.Array) for leaf in arrays)
             assert isinstance(buffer, np.ndarray) and buffer.dtype == np.int32
-            told.append(("launch", buffer.nbytes))
+            events.append(("launch", buffer.nbytes))
             sampled, hidden_RD, state = compiled(weights, state, jax.device_put(buffer))
             names = {
-                name: Watched(name, leaf, told)
+                name: RecordedArray(name, leaf, events)
                 for name, leaf in vars(sampled).items()
                 if leaf is not None
             }
-            return sampled.replace(**names), Watched("hidden_RD", hidden_RD, told), state
+            return sampled.replace(**names), RecordedArray("hidden_RD", hidden_RD, events), state
 
         return call
 
@@ -236,121 +239,134 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
         engine.add(str(index), [index] * 5, params)
     for _ in range(4):
         engine.step()
-    told.clear()
+    events.clear()
     pages = [len(seq.cache.pages[0]) for seq in engine.scheduler.running]
-    with jax.transfer_guard("disallow"):  # but for what is asked for by name, as above
+    with jax.transfer_guard("disallow"):  # explicit transfers, as in `call`, are still allowed
         for _ in range(20):
             engine.step()
-    step = [("launch", told[0][1]), ("begin", "tokens_R"), ("end", "tokens_R")]
-    assert told == step * 20
+    expected = [("launch", events[0][1]), ("begin", "tokens_R"), ("end", "tokens_R")]
+    assert events == expected * 20
     assert all(
-        len(seq.cache.pages[0]) > before
-        for seq, before in zip(engine.scheduler.running, pages, strict=True)
+        len(seq.cache.pages[0]) > num_pages
+        for seq, num_pages in zip(engine.scheduler.running, pages, strict=True)
     )
     while engine.busy:
         engine.step()
 
 
-def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
-    """But for tokens that the host knows by now and the device has too."""
+def test_advanced_decode_batch_equals_a_rebuilt_one(engine, monkeypatch):
+    """They may differ only in tokens that the device has and the host has learnt meanwhile."""
     builder = engine.runner.batch_builder
     build = builder.build
     steps = builder.decode_steps[0]
-    advanced = 0
+    num_advanced = 0
 
-    def both(plan):
-        nonlocal advanced
-        steady = [*steps]
+    def build_twice(plan):
+        nonlocal num_advanced
+        steps_before = [*steps]
         size, buffer = build(plan)
-        last = [*steps]
+        steps_after = [*steps]
         steps.clear()
-        advanced += bool(steady and last) and last[0].seqs is steady[0].seqs
-        other, fresh = build(plan)
+        num_advanced += (
+            bool(steps_before and steps_after) and steps_after[0].seqs is steps_before[0].seqs
+        )
+        rebuilt_size, rebuilt_buffer = build(plan)
         steps.clear()
-        steps.extend(last)
-        one, two = (builder.layouts[size].views(x) for x in (buffer, fresh))
-        held = one.tokens_T < 0
-        np.testing.assert_array_equal(-1 - one.tokens_T[held], one.owners_T[held])
-        two.tokens_T[held] = one.tokens_T[held]
-        assert size == other
-        jax.tree.map(np.testing.assert_array_equal, one, two)
+        steps.extend(steps_after)
+        advanced_batch, rebuilt_batch = (
+            builder.layouts[size].views(x) for x in (buffer, rebuilt_buffer)
+        )
+        is_on_device = advanced_batch.tokens_T < 0
+        np.testing.assert_array_equal(
+            -1 - advanced_batch.tokens_T[is_on_device], advanced_batch.owners_T[is_on_device]
+        )
+        rebuilt_batch.tokens_T[is_on_device] = advanced_batch.tokens_T[is_on_device]
+        assert size == rebuilt_size
+        jax.tree.map(np.testing.assert_array_equal, advanced_batch, rebuilt_batch)
         return size, buffer
 
-    monkeypatch.setattr(builder, "build", both)
+    monkeypatch.setattr(builder, "build", build_twice)
     rng = np.random.default_rng(21)
     for _ in range(20):
         arrivals, aborts, _ = random_mix(rng)
-        run(engine, arrivals, aborts)
-    assert advanced > 100
+        run_requests(engine, arrivals, aborts)
+    assert num_advanced > 100
 
 
 @pytest.fixture(params=["", "off"], ids=["native", "xla"])
 def kernels(request, monkeypatch):
-    """With the C++ kernels, where there is a compiler, and with XLA's own."""
+    """Runs a test with the C++ kernels (if there is a compiler) and with XLA's operations."""
     monkeypatch.setenv("QUIRE_NATIVE", request.param)
-    jax.clear_caches()  # the choice is no part of a trace's key
+    jax.clear_caches()  # the key of a cached trace does not contain the choice of kernels
     yield request.param
     jax.clear_caches()
 
 
-@pytest.mark.nightly  # test_speculative.py has those that verify
+@pytest.mark.nightly  # test_speculative.py tests the plain programs that verify drafts
 @pytest.mark.parametrize("kernels", ["off"], indirect=True)
-def test_steps_without_branches_draw_the_same(weights, kernels):
-    """Those that a device of its own runs while nobody wants more than a temperature and min-p."""
-    engine = make(weights)
+def test_plain_sampling_programs_match_the_general_ones(weights, kernels):
+    """An accelerator runs plain programs while requests use only temperature and min-p."""
+    engine = make_engine(weights)
     engine.runner.remote = True
     engine.runner.warm_up()
-    used = []
-    answers = []
+    called_sizes = []
+    token_ids_by_run = []
 
-    def told(size, program):
-        def call(*given):
-            used.append(size)
-            return program(*given)
+    def record_calls(size, program):
+        def recording_program(*arguments):
+            called_sizes.append(size)
+            return program(*arguments)
 
-        return call
+        return recording_program
 
-    def answer(**more) -> list:
+    def generate(**params) -> list:
         requests = [
             (
                 str(i),
                 [i, 7] * 3,
                 SamplingParams(
-                    temperature=t, min_p=p, seed=i, max_tokens=9, ignore_eos=True, **more
+                    temperature=t, min_p=p, seed=i, max_tokens=9, ignore_eos=True, **params
                 ),
             )
             for i, (t, p) in enumerate([(0, 0), (1.0, 0), (0.7, 0.1), (0, 0)])
         ]
-        return [output.outputs[0].token_ids for output in run(engine, {0: requests}).values()]
+        return [
+            output.outputs[0].token_ids for output in run_requests(engine, {0: requests}).values()
+        ]
 
-    plain = {size: told(size, program) for size, program in engine.runner.plain.items()}
-    assert set(plain) == {size for size in engine.runner.compiled if size.samples >= size.rows}
-    for engine.runner.plain in ({}, plain):
-        answers.append(answer())
-    assert answers[0] == answers[1] and len(used) == 8  # each token but that of the prompts' step
-    used.clear()
-    for more in (
+    plain_programs = {
+        size: record_calls(size, program) for size, program in engine.runner.plain.items()
+    }
+    assert set(plain_programs) == {
+        size for size in engine.runner.compiled if size.samples >= size.rows
+    }
+    for engine.runner.plain in ({}, plain_programs):
+        token_ids_by_run.append(generate())
+    assert token_ids_by_run[0] == token_ids_by_run[1]
+    assert len(called_sizes) == 8  # one per decode step
+    called_sizes.clear()
+    for params in (
         {"top_k": 3},
         {"top_p": 0.9},
         {"presence_penalty": 1.0},
         {"logit_bias": {3: 1.0}},
         {"logprobs": 1},
     ):
-        answer(**more)
-    answer(min_tokens=9)
-    assert not used
+        generate(**params)
+    generate(min_tokens=9)
+    assert not called_sizes
     assert not engine.runner.compiles.recompiles
 
 
 @pytest.mark.parametrize("kernels", ["off"], indirect=True)
 @pytest.mark.slow
-def test_random_mixes_without_the_kernels(weights, oracle, kernels):
-    engine = make(weights)
+def test_random_mixes_without_native_kernels(weights, oracle, kernels):
+    engine = make_engine(weights)
     rng = np.random.default_rng(77)
     engine.runner.warm_up()
     for _ in range(10):
         arrivals, aborts, params = random_mix(rng)
-        for name, output in run(engine, arrivals, aborts).items():
+        for name, output in run_requests(engine, arrivals, aborts).items():
             check_greedy(oracle, output, params[name])
 
 
@@ -359,115 +375,120 @@ def test_random_mixes_without_the_kernels(weights, oracle, kernels):
 )
 @pytest.mark.parametrize("dtype", thinned(["int8", "fp8", "bfloat16", "int4"], ["int8", "int4"]))
 @pytest.mark.slow
-def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernels, dtype):
-    """Keys and values rounded in the cache: near the oracle, and the same bits alone and in a
-    batch.
-    """
+def test_quantized_kv_cache_is_accurate_and_batch_invariant(weights, oracle, kernels, dtype):
+    """Log-probabilities are near the oracle's, and the same bits alone and in a batch."""
     config = replace(CONFIG, kv_cache_dtype=dtype)
-    engine = make(weights, config=config)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
-    assert held == sum(40 * page_bytes(config, group, 8) for group in range(2))
+    engine = make_engine(weights, config=config)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
+    assert num_bytes == sum(40 * page_bytes(config, group, 8) for group in range(2))
     engine.runner.warm_up()
     rng = np.random.default_rng(13)
     params = SamplingParams(
         temperature=0, max_tokens=12, logprobs=0, prompt_logprobs=0, ignore_eos=True
     )
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 50, 9)]
-    together = run(engine, {0: [(str(i), p, params) for i, p in enumerate(prompts)]})
-    worst = 0.0
+    batched_outputs = run_requests(
+        engine, {0: [(str(i), p, params) for i, p in enumerate(prompts)]}
+    )
+    max_error = 0.0
     for index, prompt in enumerate(prompts):
-        (alone,) = run(engine, {0: [("x", prompt, params)]}).values()
-        other = together[str(index)]
-        assert alone.outputs[0].token_ids == other.outputs[0].token_ids
-        # XLA's products of heads this small are not promised to the last bit
+        (alone,) = run_requests(engine, {0: [("x", prompt, params)]}).values()
+        batched = batched_outputs[str(index)]
+        assert alone.outputs[0].token_ids == batched.outputs[0].token_ids
+        # XLA's products of such small heads are not batch invariant
         if kernels != "off" and dtype != "fp8":
-            assert alone.outputs == other.outputs and alone.prompt_logprobs == other.prompt_logprobs
+            assert (
+                alone.outputs == batched.outputs
+                and alone.prompt_logprobs == batched.prompt_logprobs
+            )
         tokens = prompt + list(alone.outputs[0].token_ids)
         scores = oracle(tokens)
         entries = [*alone.prompt_logprobs[1:], *alone.outputs[0].logprobs]
-        for place, entry in enumerate(entries):
-            worst = max(
-                worst, abs(entry[tokens[place + 1]].logprob - scores[place, tokens[place + 1]])
+        for position, entry in enumerate(entries):
+            max_error = max(
+                max_error,
+                abs(entry[tokens[position + 1]].logprob - scores[position, tokens[position + 1]]),
             )
-    # it is rounded, and not by much
-    assert 1e-5 < worst < {"fp8": 0.4, "int4": 0.8}.get(dtype, 0.15)
+    # the cache is quantised, so that there is an error, but a small one
+    assert 1e-5 < max_error < {"fp8": 0.4, "int4": 0.8}.get(dtype, 0.15)
 
 
-def test_layers_that_stay_wide(weights, oracle):
-    """Each layer's pages have their own type; where all are skipped they are as without int4."""
-    every = replace(CONFIG, kv_cache_dtype="int4", kv_cache_skips=CONFIG.kv_layers)
-    wide, same = (
-        jax.tree.map(lambda x: (x.shape, x.dtype), make(weights, config=c).runner.state)
-        for c in (CONFIG, every)
+def test_kv_cache_skips_keep_layers_unquantized(weights, oracle):
+    """Each layer's pages have their own type; with all layers skipped, none is quantised."""
+    all_skipped = replace(CONFIG, kv_cache_dtype="int4", kv_cache_skips=CONFIG.kv_layers)
+    default_leaves, all_skipped_leaves = (
+        jax.tree.map(lambda x: (x.shape, x.dtype), make_engine(weights, config=c).runner.state)
+        for c in (CONFIG, all_skipped)
     )
-    assert wide == same
+    assert default_leaves == all_skipped_leaves
     mixed = replace(CONFIG, kv_cache_dtype="int4", kv_cache_skips=CONFIG.kv_layers[:1])
-    engine = make(weights, config=mixed)
-    first, *others = (engine.runner.state.pages[index] for index in CONFIG.kv_layers)
-    assert first.k_PSKH.dtype == jnp.float32 and first.k_scale_PKS is None
-    assert all(
-        pages.k_PSKH.dtype == jnp.uint8 and pages.v_scale_PKS is not None for pages in others
+    engine = make_engine(weights, config=mixed)
+    skipped_pages, *quantized_pages = (
+        engine.runner.state.pages[index] for index in CONFIG.kv_layers
     )
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
-    assert held == sum(40 * page_bytes(mixed, group, 8) for group in range(2))
+    assert skipped_pages.k_PSKH.dtype == jnp.float32 and skipped_pages.k_scale_PKS is None
+    assert all(
+        pages.k_PSKH.dtype == jnp.uint8 and pages.v_scale_PKS is not None
+        for pages in quantized_pages
+    )
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
+    assert num_bytes == sum(40 * page_bytes(mixed, group, 8) for group in range(2))
     engine.runner.warm_up()
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0)
     prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
-    (output,) = run(engine, {0: [("x", prompt, params)]}).values()
+    (output,) = run_requests(engine, {0: [("x", prompt, params)]}).values()
     scores = oracle(prompt)
-    found = [
+    logprobs = [
         entry[token].logprob
         for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
     ]
-    worst = np.abs(found - scores[np.arange(39), prompt[1:]]).max()
-    assert 1e-5 < worst < 0.8
+    max_error = np.abs(logprobs - scores[np.arange(39), prompt[1:]]).max()
+    assert 1e-5 < max_error < 0.8
 
 
-def test_preemption_changes_nothing(weights, oracle, engine):
-    """A pool too small for all: sequences give way and come back, with the same tokens."""
-    engine = make(weights, compiled=engine)
+def test_preemption_keeps_the_tokens(weights, oracle, engine):
+    """The pool is too small for all sequences, so that some are preempted and recomputed."""
+    engine = make_engine(weights, compiled_engine=engine)
     engine.tables[0] = engine.scheduler.replicas[0].table = PageTable((14, 40), 8, CONFIG.windows)
     rng = np.random.default_rng(5)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     arrivals = {0: [(str(i), rng.integers(0, VOCAB, 20).tolist(), params) for i in range(6)]}
-    outputs = run(engine, arrivals)
+    outputs = run_requests(engine, arrivals)
     assert sum(output.metrics.num_preemptions for output in outputs.values()) > 0
     for output in outputs.values():
         check_greedy(oracle, output, params)
 
 
-def test_pages_nobody_owns_may_hold_anything(weights, oracle, engine):
-    """Every page starts as NaN, the dummy page too; no row may ever see what it has not been
-    given.
-    """
-    engine = make(weights, compiled=engine)
+def test_nan_in_free_pages_reaches_no_output(weights, oracle, engine):
+    """Every page starts as NaN, the dummy page too; no token may attend to unwritten slots."""
+    engine = make_engine(weights, compiled_engine=engine)
     pages = jax.tree.map(lambda page: jnp.full_like(page, jnp.nan), engine.runner.state.pages)
     engine.runner.state = engine.runner.state.replace(pages=pages)
     rng = np.random.default_rng(9)
     for _ in range(10):
         arrivals, aborts, params = random_mix(rng)
-        for name, output in run(engine, arrivals, aborts).items():
+        for name, output in run_requests(engine, arrivals, aborts).items():
             check_greedy(oracle, output, params[name])
 
 
-def test_prompt_logprobs(engine, oracle):
+def test_prompt_logprobs_match_the_uncached_decoder(engine, oracle):
     rng = np.random.default_rng(3)
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 17, 50)]
-    outputs = run(engine, {0: [(str(i), p, params) for i, p in enumerate(prompts)]})
+    outputs = run_requests(engine, {0: [(str(i), p, params) for i, p in enumerate(prompts)]})
     for prompt, output in zip(prompts, outputs.values(), strict=True):
         scores = oracle(prompt)
         assert output.prompt_logprobs[0] is None
         assert len(output.prompt_logprobs) == len(prompt)
-        for place, entry in enumerate(output.prompt_logprobs[1:]):
-            row = scores[place]
-            token = prompt[place + 1]
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            row = scores[position]
+            token = prompt[position + 1]
             assert entry[token].logprob == pytest.approx(row[token], abs=1e-4)
             assert entry[token].rank == 1 + (row > row[token]).sum()
             assert set(np.argsort(-row)[:2].tolist()) <= set(entry)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine):
+def test_seeded_sampling_is_batch_invariant(engine):
     rng = np.random.default_rng(11)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 40, 12)]
     params = [
@@ -477,7 +498,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine):
         for i in range(len(prompts))
     ]
     alone = [
-        run(engine, {0: [("x", p, s)]})["x"].outputs[0].token_ids
+        run_requests(engine, {0: [("x", p, s)]})["x"].outputs[0].token_ids
         for p, s in zip(prompts, params, strict=True)
     ]
     for trial in range(3):
@@ -485,30 +506,30 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine):
         arrivals: dict[int, list] = {}
         for i, start in enumerate(starts):
             arrivals.setdefault(int(start), []).append((str(i), prompts[i], params[i]))
-        outputs = run(engine, arrivals)
+        outputs = run_requests(engine, arrivals)
         assert [outputs[str(i)].outputs[0].token_ids for i in range(len(prompts))] == alone
 
 
-def test_n_gives_different_answers_that_a_seed_repeats(engine):
+def test_n_samples_differ_and_repeat_with_a_seed(engine):
     params = SamplingParams(temperature=1.0, n=4, seed=7, max_tokens=10, ignore_eos=True)
-    first = run(engine, {0: [("a", [1, 2, 3], params)]})["a"]
-    again = run(engine, {0: [("a", [1, 2, 3], params)]})["a"]
-    texts = [tuple(answer.token_ids) for answer in first.outputs]
-    assert texts == [tuple(answer.token_ids) for answer in again.outputs]
-    assert len(set(texts)) == 4
-    assert [answer.index for answer in first.outputs] == [0, 1, 2, 3]
+    output = run_requests(engine, {0: [("a", [1, 2, 3], params)]})["a"]
+    repeated_output = run_requests(engine, {0: [("a", [1, 2, 3], params)]})["a"]
+    token_ids = [tuple(answer.token_ids) for answer in output.outputs]
+    assert token_ids == [tuple(answer.token_ids) for answer in repeated_output.outputs]
+    assert len(set(token_ids)) == 4
+    assert [answer.index for answer in output.outputs] == [0, 1, 2, 3]
 
 
-def test_penalties_bias_and_bans_reach_the_tokens(engine, oracle):
+def test_penalties_logit_bias_and_allowed_tokens_change_the_output(engine, oracle):
     prompt = [5, 6, 7]
-    plain = run(
+    output = run_requests(
         engine, {0: [("a", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]}
     )["a"]
-    tokens = plain.outputs[0].token_ids
+    tokens = output.outputs[0].token_ids
 
     def greedy(**settings):
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **settings)
-        return run(engine, {0: [("a", prompt, params)]})["a"].outputs[0].token_ids
+        return run_requests(engine, {0: [("a", prompt, params)]})["a"].outputs[0].token_ids
 
     assert set(greedy(allowed_token_ids=[3, 4])) <= {3, 4}
     assert greedy(logit_bias={9: 100.0}) == [9] * 12
@@ -526,20 +547,20 @@ def test_penalties_bias_and_bans_reach_the_tokens(engine, oracle):
     assert greedy(presence_penalty=0.5, frequency_penalty=0.25) == naive[3:]
 
 
-def test_min_tokens_hold_off_the_stop(engine):
+def test_min_tokens_delays_stop_tokens(engine):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    free = run(engine, {0: [("a", [8, 9], params)]})["a"].outputs[0].token_ids
-    stop = free[2]
-    held = SamplingParams(
+    unstopped_ids = run_requests(engine, {0: [("a", [8, 9], params)]})["a"].outputs[0].token_ids
+    stop = unstopped_ids[2]
+    params_with_stop = SamplingParams(
         temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop], min_tokens=6
     )
-    answer = run(engine, {0: [("a", [8, 9], held)]})["a"].outputs[0]
+    answer = run_requests(engine, {0: [("a", [8, 9], params_with_stop)]})["a"].outputs[0]
     assert stop not in answer.token_ids[:6]
     assert len(answer.token_ids) >= 6
 
 
 @pytest.mark.parametrize(
-    ("tokens", "settings", "words"),
+    ("tokens", "settings", "message"),
     [
         ([], {}, "empty"),
         ([VOCAB], {}, f"0 to {VOCAB - 1}"),
@@ -551,25 +572,27 @@ def test_min_tokens_hold_off_the_stop(engine):
         ([1], {"stop": "x"}, "tokenizer"),
     ],
 )
-def test_bad_requests_are_refused_and_hurt_nobody(engine, oracle, tokens, settings, words):
+def test_invalid_requests_are_refused_without_affecting_others(
+    engine, oracle, tokens, settings, message
+):
     good = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     healthy = engine.add("healthy", [1, 2, 3], good)
     engine.step()
-    with pytest.raises(RequestError, match=words):
+    with pytest.raises(RequestError, match=message):
         engine.add("bad", tokens, SamplingParams(max_tokens=4, **settings))
     while engine.busy:
         engine.step()
     check_greedy(oracle, healthy.output(), good)
 
 
-def test_what_can_never_fit_is_refused(weights):
-    engine = make(weights, num_pages=(4, 4))
+def test_request_larger_than_the_cache_is_refused(weights):
+    engine = make_engine(weights, num_pages=(4, 4))
     with pytest.raises(RequestError, match="holds 24 at most"):
         engine.add("a", [1] * 20, SamplingParams(max_tokens=20))
 
 
-def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, engine, monkeypatch):
-    engine = make(weights, compiled=engine)
+def test_failed_launch_ends_only_the_requests_of_its_step(weights, oracle, engine, monkeypatch):
+    engine = make_engine(weights, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [engine.add(str(i), [1 + i, 2, 3], params) for i in range(8)]
     engine.step()
@@ -589,17 +612,17 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, en
         check_greedy(oracle, request.output(), params)
 
 
-def test_a_row_of_nan_fails_alone(oracle, weights):
-    """A poisoned embedding row makes the one request that uses it fail; its neighbours go on."""
+def test_nan_logits_fail_only_their_own_request(oracle, weights):
+    """A token's embedding is NaN: the request that uses it fails, and the others go on."""
     broken = weights.replace(
         embed_VD=weights.embed_VD.at[90].set(jnp.nan), head_VD=weights.embed_VD
     )
-    engine = make(broken)
+    engine = make_engine(broken)
     engine.runner.warm_up()
     params = SamplingParams(
         temperature=0, max_tokens=8, ignore_eos=True, allowed_token_ids=list(range(90))
     )
-    outputs = run(
+    outputs = run_requests(
         engine,
         {0: [("good", [1, 2, 3], params), ("bad", [4, 90, 5], params), ("also", [7] * 20, params)]},
     )
@@ -612,39 +635,37 @@ def test_a_row_of_nan_fails_alone(oracle, weights):
         assert rows[len(tokens) - 9 : -1].tolist() == list(answer.token_ids)
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_request_that_bans_every_token_leaves_the_cached_prompt_alone(engine, scored):
-    """It ends with an error that is its own; only broken logits are a reason to distrust computed
-    pages.
-    """
+@pytest.mark.parametrize("has_prompt_logprobs", [False, True])
+def test_request_that_bans_every_token_keeps_the_cached_prompt(engine, has_prompt_logprobs):
+    """The request ends with an error, but its pages are valid: only NaN logits discard pages."""
     prompt = list(range(50))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    expected = bits(run(engine, {0: [("first", prompt, params)]})["first"])
+    expected = exact_answers(run_requests(engine, {0: [("first", prompt, params)]})["first"])
     banned = SamplingParams(
         max_tokens=8, min_tokens=3, allowed_token_ids=[5], stop_token_ids=[5], ignore_eos=True,
-        prompt_logprobs=0 if scored else None,
+        prompt_logprobs=0 if has_prompt_logprobs else None,
     )  # fmt: skip
-    answer = run(engine, {0: [("banned", prompt, banned)]})["banned"].outputs[0]
+    answer = run_requests(engine, {0: [("banned", prompt, banned)]})["banned"].outputs[0]
     assert (answer.finish_reason, answer.stop_reason, list(answer.token_ids)) == (
         "error",
         NO_TOKEN_ALLOWED,
         [],
     )
-    again = run(engine, {0: [("again", prompt, params)]})["again"]
-    assert again.num_cached_tokens == 49 and bits(again) == expected
+    repeated_output = run_requests(engine, {0: [("again", prompt, params)]})["again"]
+    assert repeated_output.num_cached_tokens == 49 and exact_answers(repeated_output) == expected
 
 
 # The prefix cache
 
 
-def without_cache(weights, compiled: Engine) -> Engine:
-    engine = make(weights, compiled=compiled)
+def without_cache(weights, compiled_engine: Engine) -> Engine:
+    engine = make_engine(weights, compiled_engine=compiled_engine)
     engine.tables[0].keeps_prefixes = False
     return engine
 
 
-def bits(output) -> list:
-    """The tokens of a result and the bits of their log-probabilities."""
+def exact_answers(output) -> list:
+    """Returns token ids and log-probabilities of each answer, to be compared bit for bit."""
     return [
         (
             list(answer.token_ids),
@@ -654,33 +675,40 @@ def bits(output) -> list:
     ]
 
 
-def turns(rng, count: int) -> list[list[int]]:
-    """Prompts that begin with parts of each other, as turns of a chat and users of one system
-    prompt do.
-    """
+def overlapping_prompts(rng, count: int) -> list[list[int]]:
+    """Makes prompts that share prefixes, like the turns of chats with one system prompt."""
     prompts = [rng.integers(0, VOCAB, int(rng.integers(1, 30))).tolist()]
     while len(prompts) < count:
-        start = prompts[int(rng.integers(len(prompts)))]
-        kept = int(rng.integers(0, len(start) + 1)) if rng.random() < 0.5 else len(start)
+        earlier_prompt = prompts[int(rng.integers(len(prompts)))]
+        prefix_length = (
+            int(rng.integers(0, len(earlier_prompt) + 1))
+            if rng.random() < 0.5
+            else len(earlier_prompt)
+        )
         prompts.append(
-            (start[:kept] + rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist())[: LENGTH - 1]
+            (
+                earlier_prompt[:prefix_length]
+                + rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist()
+            )[: LENGTH - 1]
         )
     return prompts
 
 
 @pytest.mark.parametrize("block", thinned(range(5), [0]))
-def test_a_prefix_hit_changes_no_bit(weights, engine, block):
-    """Requests that begin alike, greedy and drawn, with penalties or none, also where pages are
-    soon taken again.
+def test_prefix_cache_hits_are_bit_identical(weights, engine, block):
+    """Requests share prefixes, are greedy or sampled, with or without penalties; in a small pool
+    cached pages are soon evicted.
     """
     rng = np.random.default_rng(100 + block)
-    plain = without_cache(weights, engine)
-    small = make(weights, compiled=engine)
-    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows)
-    cached = {"roomy": 0, "small": 0}
+    uncached_engine = without_cache(weights, engine)
+    small_engine = make_engine(weights, compiled_engine=engine)
+    small_engine.tables[0] = small_engine.scheduler.replicas[0].table = PageTable(
+        (16, 14), 8, CONFIG.windows
+    )
+    num_cached_tokens = {"roomy": 0, "small": 0}
     for _ in range(6):
         arrivals: dict[int, list] = {}
-        for index, prompt in enumerate(turns(rng, 8)):
+        for index, prompt in enumerate(overlapping_prompts(rng, 8)):
             params = SamplingParams(
                 temperature=float(rng.choice([0, 1])),
                 seed=index,
@@ -691,93 +719,105 @@ def test_a_prefix_hit_changes_no_bit(weights, engine, block):
                 ignore_eos=True,
             )
             arrivals.setdefault(int(rng.integers(0, 20)), []).append((str(index), prompt, params))
-        expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
-        for name, other in (("roomy", engine), ("small", small)):
-            outputs = run(other, arrivals)
-            assert {key: bits(output) for key, output in outputs.items()} == expected
-            cached[name] += sum(output.num_cached_tokens for output in outputs.values())
-    assert cached["roomy"] > 100 and cached["small"] > 0
+        expected = {
+            name: exact_answers(output)
+            for name, output in run_requests(uncached_engine, arrivals).items()
+        }
+        for name, cached_engine in (("roomy", engine), ("small", small_engine)):
+            outputs = run_requests(cached_engine, arrivals)
+            assert {key: exact_answers(output) for key, output in outputs.items()} == expected
+            num_cached_tokens[name] += sum(output.num_cached_tokens for output in outputs.values())
+    assert num_cached_tokens["roomy"] > 100 and num_cached_tokens["small"] > 0
 
 
-def test_the_same_prompt_again_computes_its_last_page_alone(weights, engine):
-    engine = make(weights, compiled=engine)
+def test_repeated_prompt_computes_only_its_last_token(weights, engine):
+    engine = make_engine(weights, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     prompt = list(range(41))
-    rows = []
+    tokens_per_step = []
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan, moves: rows.append(plan.num_tokens) or launch(plan, moves)
-    first = run(engine, {0: [("a", prompt, params)]})["a"]
-    rows.clear()
-    again = run(engine, {0: [("b", prompt, params)]})["b"]
-    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 40)
-    assert rows == [1, 1]
-    assert bits(first) == bits(again)
-    longer = run(engine, {0: [("c", [*prompt, *again.outputs[0].token_ids, 5], params)]})["c"]
-    # the last page is a copy of the one that the second request left
-    assert longer.num_cached_tokens == 42
+    engine.runner.launch = lambda plan, moves: (
+        tokens_per_step.append(plan.num_tokens) or launch(plan, moves)
+    )
+    first_output = run_requests(engine, {0: [("a", prompt, params)]})["a"]
+    tokens_per_step.clear()
+    repeated_output = run_requests(engine, {0: [("b", prompt, params)]})["b"]
+    assert (first_output.num_cached_tokens, repeated_output.num_cached_tokens) == (0, 40)
+    assert tokens_per_step == [1, 1]
+    assert exact_answers(first_output) == exact_answers(repeated_output)
+    longer_output = run_requests(
+        engine, {0: [("c", [*prompt, *repeated_output.outputs[0].token_ids, 5], params)]}
+    )["c"]
+    # the last page is a copy of the second request's partially filled page
+    assert longer_output.num_cached_tokens == 42
 
 
-def test_answers_of_one_request_share_its_prompt(weights, engine):
-    engine = make(weights, compiled=engine)
-    most = 0
+def test_n_samples_share_prompt_pages(weights, engine):
+    engine = make_engine(weights, compiled_engine=engine)
+    max_used_pages = 0
 
-    def watch(plan, moves, launch=engine.runner.launch):
-        nonlocal most
-        most = max(
-            most, sum(group.num_pages - 1 - group.num_free for group in engine.tables[0].pools[:1])
+    def record_used_pages(plan, moves, launch=engine.runner.launch):
+        nonlocal max_used_pages
+        max_used_pages = max(
+            max_used_pages,
+            sum(group.num_pages - 1 - group.num_free for group in engine.tables[0].pools[:1]),
         )
         return launch(plan, moves)
 
-    engine.runner.launch = watch
+    engine.runner.launch = record_used_pages
     params = SamplingParams(temperature=1, n=4, seed=1, max_tokens=6, ignore_eos=True)
-    run(engine, {0: [("a", list(range(41)), params)]})
-    assert most == 5 + 4  # five pages of the prompt, and one of each answer
+    run_requests(engine, {0: [("a", list(range(41)), params)]})
+    assert max_used_pages == 5 + 4  # five pages of the prompt, and one of each answer
 
 
-def test_a_salt_keeps_prompts_apart(weights, engine):
-    engine = make(weights, compiled=engine)
+def test_cache_salt_separates_equal_prompts(weights, engine):
+    engine = make_engine(weights, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    cached = []
+    num_cached_tokens = []
     for name, salt in enumerate((None, "a", "b", "a", None)):
         request = engine.add(str(name), list(range(30)), params, terms=Terms(cache_salt=salt))
         while engine.busy:
             engine.step()
-        cached.append(request.output().num_cached_tokens)
-    assert cached == [0, 0, 0, 29, 29]
-    for wrong in ("", 7):
+        num_cached_tokens.append(request.output().num_cached_tokens)
+    assert num_cached_tokens == [0, 0, 0, 29, 29]
+    for invalid_salt in ("", 7):
         with pytest.raises(RequestError, match="cache_salt"):
-            Terms(cache_salt=wrong)
+            Terms(cache_salt=invalid_salt)
 
 
-def test_what_failed_is_not_found_again(weights, engine):
-    """Pages of a row that is not a number leave the cache, and a step that raises empties it."""
-    engine = make(weights, compiled=engine)
+def test_failed_steps_leave_nothing_in_the_prefix_cache(weights, engine):
+    """Pages of a sequence with NaN logits are discarded, and a failed step empties the cache."""
+    engine = make_engine(weights, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     prompt = list(range(30))
     engine.runner.weights = weights.replace(embed_VD=weights.embed_VD * jnp.nan)
-    assert run(engine, {0: [("a", prompt, params)]})["a"].outputs[0].finish_reason == "error"
+    assert (
+        run_requests(engine, {0: [("a", prompt, params)]})["a"].outputs[0].finish_reason == "error"
+    )
     engine.runner.weights = weights
-    assert run(engine, {0: [("b", prompt, params)]})["b"].num_cached_tokens == 0
-    assert run(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 29
+    assert run_requests(engine, {0: [("b", prompt, params)]})["b"].num_cached_tokens == 0
+    assert run_requests(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 29
     list(engine.lifecycle.recover(RuntimeError("the device is gone")))
-    assert run(engine, {0: [("d", prompt, params)]})["d"].num_cached_tokens == 0
+    assert run_requests(engine, {0: [("d", prompt, params)]})["d"].num_cached_tokens == 0
 
 
-def test_prompt_logprobs_are_computed_whatever_is_cached(weights, engine, oracle):
-    engine = make(weights, compiled=engine)
+def test_prompt_logprobs_bypass_the_prefix_cache(weights, engine, oracle):
+    engine = make_engine(weights, compiled_engine=engine)
     prompt = list(range(30))
-    run(engine, {0: [("a", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))]})
+    run_requests(
+        engine, {0: [("a", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))]}
+    )
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    output = run(engine, {0: [("b", prompt, params)]})["b"]
+    output = run_requests(engine, {0: [("b", prompt, params)]})["b"]
     assert output.num_cached_tokens == 0
     scores = oracle(prompt)
-    for place, entry in enumerate(output.prompt_logprobs[1:]):
-        assert entry[prompt[place + 1]].logprob == pytest.approx(
-            scores[place, prompt[place + 1]], abs=1e-4
+    for position, entry in enumerate(output.prompt_logprobs[1:]):
+        assert entry[prompt[position + 1]].logprob == pytest.approx(
+            scores[position, prompt[position + 1]], abs=1e-4
         )
 
 
-# What has no room on the device
+# Pages offloaded to host memory and disk
 
 
 def host_cache_for(engine: Engine, host_pages: int, disk: DiskCache | None = None) -> HostCache:
@@ -788,10 +828,10 @@ def host_cache_for(engine: Engine, host_pages: int, disk: DiskCache | None = Non
     return HostCache(sizes, host_pages * max(sizes), disk, b"this model")
 
 
-def chats(rng, count: int) -> dict[int, list]:
-    """Requests whose prompts begin alike, one after the other and some together."""
+def overlapping_requests(rng, count: int) -> dict[int, list]:
+    """Makes requests whose prompts share prefixes and that arrive over 60 steps."""
     arrivals: dict[int, list] = {}
-    for index, prompt in enumerate(turns(rng, count)):
+    for index, prompt in enumerate(overlapping_prompts(rng, count)):
         params = SamplingParams(
             temperature=float(rng.choice([0, 1])),
             seed=index,
@@ -804,236 +844,255 @@ def chats(rng, count: int) -> dict[int, list]:
 
 
 @pytest.mark.parametrize("host_pages", [4, 400])
-def test_pages_that_come_back_from_host_and_disk_change_no_bit(
-    weights, engine, host_pages, tmp_path
-):
-    """A pool in which everything has to leave, copies in host memory with room for some or for all,
-    and a folder.
+def test_pages_restored_from_host_and_disk_are_bit_identical(weights, engine, host_pages, tmp_path):
+    """The device pool is too small, host memory has room for some or for all pages, and the disk
+    for all.
     """
     rng = np.random.default_rng(host_pages)
-    plain = without_cache(weights, engine)
+    uncached_engine = without_cache(weights, engine)
     disk = DiskCache(tmp_path, 1 << 30)
     host_cache = host_cache_for(engine, host_pages, disk)
-    small = make(weights, compiled=engine)
-    small.tables[0] = small.scheduler.replicas[0].table = PageTable(
+    offloading_engine = make_engine(weights, compiled_engine=engine)
+    offloading_engine.tables[0] = offloading_engine.scheduler.replicas[0].table = PageTable(
         (16, 14), 8, CONFIG.windows, host_cache=host_cache
     )
-    bare = make(weights, compiled=engine)
-    bare.tables[0] = bare.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows)
-    cached = {"host_cache": 0, "none": 0}
-    before = engine.runner.compiles.recompiles
+    small_engine = make_engine(weights, compiled_engine=engine)
+    small_engine.tables[0] = small_engine.scheduler.replicas[0].table = PageTable(
+        (16, 14), 8, CONFIG.windows
+    )
+    num_cached_tokens = {"host_cache": 0, "none": 0}
+    recompiles = engine.runner.compiles.recompiles
     for _ in range(6):
-        arrivals = chats(rng, 12)
-        expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
-        for name, other in (("host_cache", small), ("none", bare)):
-            outputs = run(other, arrivals)
-            assert {key: bits(output) for key, output in outputs.items()} == expected
-            cached[name] += sum(output.num_cached_tokens for output in outputs.values())
-    assert cached["host_cache"] > cached["none"]
-    assert engine.runner.compiles.recompiles == before
-    small.close()
+        arrivals = overlapping_requests(rng, 12)
+        expected = {
+            name: exact_answers(output)
+            for name, output in run_requests(uncached_engine, arrivals).items()
+        }
+        for name, cached_engine in (("host_cache", offloading_engine), ("none", small_engine)):
+            outputs = run_requests(cached_engine, arrivals)
+            assert {key: exact_answers(output) for key, output in outputs.items()} == expected
+            num_cached_tokens[name] += sum(output.num_cached_tokens for output in outputs.values())
+    assert num_cached_tokens["host_cache"] > num_cached_tokens["none"]
+    assert engine.runner.compiles.recompiles == recompiles
+    offloading_engine.close()
     assert bool(disk.sizes)
 
 
-def test_pages_as_a_tpu_has_them(weights, oracle, tmp_path, monkeypatch):
-    """Keys and values in one array: XLA serves that too, and pages go to host and disk and come
-    back.
-    """
+def test_paired_kv_pages_match_and_survive_offloading(weights, oracle, tmp_path, monkeypatch):
+    """With keys and values in one array, as on TPUs, pages can be offloaded and restored too."""
     monkeypatch.setattr(state_module, "pairs", lambda dtype: True)
-    engine = make(weights)
+    engine = make_engine(weights)
     engine.runner.warm_up()
     assert all(
         pages.k_PSKH is None and pages.v_PSKH is None
         for pages in engine.runner.state.pages.values()
     )
-    small = make(weights, compiled=engine)
+    small_engine = make_engine(weights, compiled_engine=engine)
     host_cache = host_cache_for(engine, 4, DiskCache(tmp_path, 1 << 30))
-    small.tables[0] = small.scheduler.replicas[0].table = PageTable(
+    small_engine.tables[0] = small_engine.scheduler.replicas[0].table = PageTable(
         (16, 14), 8, CONFIG.windows, host_cache=host_cache
     )
-    arrivals = chats(np.random.default_rng(4), 16)
-    plain = run(without_cache(weights, engine), arrivals)
-    outputs = run(small, arrivals)
-    assert {name: bits(output) for name, output in outputs.items()} == {
-        n: bits(output) for n, output in plain.items()
+    arrivals = overlapping_requests(np.random.default_rng(4), 16)
+    expected = run_requests(without_cache(weights, engine), arrivals)
+    outputs = run_requests(small_engine, arrivals)
+    assert {name: exact_answers(output) for name, output in outputs.items()} == {
+        n: exact_answers(output) for n, output in expected.items()
     }
     assert sum(output.num_cached_tokens for output in outputs.values())
     for name, _, params in sum(arrivals.values(), []):
         if params.temperature == 0:
             check_greedy(oracle, outputs[name], params)
-    small.close()
+    small_engine.close()
 
 
-def test_another_process_goes_on_with_what_the_first_computed(weights, engine, tmp_path):
+def test_new_engine_reuses_pages_on_disk_unless_damaged(weights, engine, tmp_path):
     prompt = list(range(41))
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
 
     def serve(folder) -> tuple[int, list]:
-        own = make(
+        new_engine = make_engine(
             weights,
-            compiled=engine,
+            compiled_engine=engine,
             host_cache=host_cache_for(engine, 50, DiskCache(folder, 1 << 30)),
         )
-        output = run(own, {0: [("a", prompt, params)]})["a"]
-        own.close()
-        own.close()  # once more is once too many, and no harm
+        output = run_requests(new_engine, {0: [("a", prompt, params)]})["a"]
+        new_engine.close()
+        new_engine.close()  # closing again does nothing
         with pytest.raises(RequestError, match="closed"):
-            own.add("late", [1], params)
-        return output.num_cached_tokens, bits(output)
+            new_engine.add("late", [1], params)
+        return output.num_cached_tokens, exact_answers(output)
 
-    first = serve(tmp_path)
-    assert first[0] == 0
-    assert serve(tmp_path) == (40, first[1])
-    for path in tmp_path.iterdir():  # every file is damaged, each in its own way
-        raw = bytearray(path.read_bytes())
-        raw[len(path.name) * 7919 % len(raw)] ^= 1
-        path.write_bytes(raw if path.name[0] < "8" else raw[: len(raw) // 2])
-    assert serve(tmp_path) == first
-    assert serve(tmp_path) == (40, first[1])
+    first_answer = serve(tmp_path)
+    assert first_answer[0] == 0
+    assert serve(tmp_path) == (40, first_answer[1])
+    for path in tmp_path.iterdir():  # flip one bit of each file, and truncate some
+        data = bytearray(path.read_bytes())
+        data[len(path.name) * 7919 % len(data)] ^= 1
+        path.write_bytes(data if path.name[0] < "8" else data[: len(data) // 2])
+    assert serve(tmp_path) == first_answer
+    assert serve(tmp_path) == (40, first_answer[1])
 
 
-def test_names_that_collide_never_lead_to_another_prompt(weights, engine, tmp_path, monkeypatch):
+def test_colliding_page_names_never_return_another_prompt(weights, engine, tmp_path, monkeypatch):
     monkeypatch.setattr(HostCache, "name", lambda self, node, group: f"all.{group}.page")
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
-    plain = without_cache(weights, engine)
+    uncached_engine = without_cache(weights, engine)
     for start in (0, 1, 2):
         prompt = list(range(start, start + 41))
-        own = make(
+        new_engine = make_engine(
             weights,
-            compiled=engine,
+            compiled_engine=engine,
             host_cache=host_cache_for(engine, 50, DiskCache(tmp_path, 1 << 30)),
         )
-        output = run(own, {0: [("a", prompt, params)]})["a"]
-        own.close()
-        assert bits(output) == bits(run(plain, {0: [("a", prompt, params)]})["a"])
+        output = run_requests(new_engine, {0: [("a", prompt, params)]})["a"]
+        new_engine.close()
+        assert exact_answers(output) == exact_answers(
+            run_requests(uncached_engine, {0: [("a", prompt, params)]})["a"]
+        )
 
 
-def test_a_disk_that_takes_nothing_hurts_nobody(weights, engine, tmp_path, monkeypatch, caplog):
+def test_full_disk_changes_no_answer(weights, engine, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(
         disk_module, "open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
     )
     rng = np.random.default_rng(3)
-    plain = without_cache(weights, engine)
-    small = make(weights, compiled=engine)
+    uncached_engine = without_cache(weights, engine)
+    small_engine = make_engine(weights, compiled_engine=engine)
     host_cache = host_cache_for(engine, 2, DiskCache(tmp_path, 1 << 30))
-    small.tables[0] = small.scheduler.replicas[0].table = PageTable(
+    small_engine.tables[0] = small_engine.scheduler.replicas[0].table = PageTable(
         (16, 14), 8, CONFIG.windows, host_cache=host_cache
     )
-    arrivals = chats(rng, 12)
-    expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
-    assert {name: bits(output) for name, output in run(small, arrivals).items()} == expected
-    small.close()
+    arrivals = overlapping_requests(rng, 12)
+    expected = {
+        name: exact_answers(output)
+        for name, output in run_requests(uncached_engine, arrivals).items()
+    }
+    assert {
+        name: exact_answers(output) for name, output in run_requests(small_engine, arrivals).items()
+    } == expected
+    small_engine.close()
     assert "cannot write KV pages" in caplog.text and not list(tmp_path.iterdir())
 
 
-def test_a_failed_step_leaves_what_the_host_has(weights, engine, tmp_path, monkeypatch):
-    own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 400))
-    for group in own.tables[0].pools:
-        group.free_pages = group.free_pages[:8]  # the second prompt drives the first one out
-    monkeypatch.setattr(own.scheduler, "check", lambda: None)
+def test_host_cache_survives_a_failed_step(weights, engine, tmp_path, monkeypatch):
+    small_engine = make_engine(
+        weights, compiled_engine=engine, host_cache=host_cache_for(engine, 400)
+    )
+    for group in small_engine.tables[0].pools:
+        group.free_pages = group.free_pages[:8]  # the second prompt evicts the first
+    monkeypatch.setattr(small_engine.scheduler, "check", lambda: None)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
-    first = run(own, {0: [("a", list(range(60)), params)]})["a"]
-    run(own, {0: [("b", list(range(30, 90)), params)]})
-    list(own.lifecycle.recover(RuntimeError("the device is gone")))
-    again = run(own, {0: [("c", list(range(60)), params)]})["c"]
-    assert bits(again) == bits(first)
-    assert again.num_cached_tokens > 0
+    first_output = run_requests(small_engine, {0: [("a", list(range(60)), params)]})["a"]
+    run_requests(small_engine, {0: [("b", list(range(30, 90)), params)]})
+    list(small_engine.lifecycle.recover(RuntimeError("the device is gone")))
+    repeated_output = run_requests(small_engine, {0: [("c", list(range(60)), params)]})["c"]
+    assert exact_answers(repeated_output) == exact_answers(first_output)
+    assert repeated_output.num_cached_tokens > 0
 
 
 # Sleep
 
 
 @pytest.mark.parametrize(("level", "keep"), [(1, False), (1, True), (2, False), (2, True)])
-def test_sleep_frees_the_device_and_loses_no_token(weights, engine, level, keep):
+def test_sleep_frees_device_memory_and_keeps_requests(weights, engine, level, keep):
     copies = jax.tree.map(jnp.array, weights)
-    own = make(copies, compiled=engine)
-    own.runner.load_weights = lambda: jax.tree.map(jnp.array, weights)
+    sleeping_engine = make_engine(copies, compiled_engine=engine)
+    sleeping_engine.runner.load_weights = lambda: jax.tree.map(jnp.array, weights)
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
     prompts = [list(range(start, start + 20)) for start in range(6)]
-    expected = [bits(run(engine, {0: [("x", prompt, params)]})["x"]) for prompt in prompts]
-    requests = [own.add(str(index), prompt, params) for index, prompt in enumerate(prompts)]
+    expected = [
+        exact_answers(run_requests(engine, {0: [("x", prompt, params)]})["x"]) for prompt in prompts
+    ]
+    requests = [
+        sleeping_engine.add(str(index), prompt, params) for index, prompt in enumerate(prompts)
+    ]
     for _ in range(8):
-        own.step()
-    held = jax.tree.leaves((own.runner.weights, own.runner.state))
-    before = engine.runner.compiles.recompiles
-    own.sleep(level, keep)
-    assert all(leaf.is_deleted() for leaf in held)
-    assert not own.busy and not own.step()
+        sleeping_engine.step()
+    device_arrays = jax.tree.leaves((sleeping_engine.runner.weights, sleeping_engine.runner.state))
+    recompiles = engine.runner.compiles.recompiles
+    sleeping_engine.sleep(level, keep)
+    assert all(leaf.is_deleted() for leaf in device_arrays)
+    assert not sleeping_engine.busy and not sleeping_engine.step()
     with pytest.raises(RequestError, match="asleep"):
-        own.add("more", [1], params)
-    own.scheduler.check()
-    own.lifecycle.wake_up()
-    while own.busy:
-        own.step()
-        own.scheduler.check()
-    assert [bits(request.output()) for request in requests] == expected
-    assert engine.runner.compiles.recompiles == before
-    again = run(own, {0: [("again", prompts[0], params)]})["again"]
-    assert again.num_cached_tokens == 19 and bits(again) == expected[0]
+        sleeping_engine.add("more", [1], params)
+    sleeping_engine.scheduler.check()
+    sleeping_engine.lifecycle.wake_up()
+    while sleeping_engine.busy:
+        sleeping_engine.step()
+        sleeping_engine.scheduler.check()
+    assert [exact_answers(request.output()) for request in requests] == expected
+    assert engine.runner.compiles.recompiles == recompiles
+    repeated_output = run_requests(sleeping_engine, {0: [("again", prompts[0], params)]})["again"]
+    assert repeated_output.num_cached_tokens == 19 and exact_answers(repeated_output) == expected[0]
     with pytest.raises(RequestError, match="level"):
-        own.sleep(3)
+        sleeping_engine.sleep(3)
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_wake_up_that_failed_can_be_repeated(weights, engine, level):
-    """The part that reached the device before the failure stays there."""
-    own = make(jax.tree.map(jnp.array, weights), compiled=engine)
-    own.runner.load_weights = lambda: jax.tree.map(jnp.array, weights)
+def test_failed_wake_up_can_be_retried(weights, engine, level):
+    """What was loaded on the device before the failure stays there."""
+    sleeping_engine = make_engine(jax.tree.map(jnp.array, weights), compiled_engine=engine)
+    sleeping_engine.runner.load_weights = lambda: jax.tree.map(jnp.array, weights)
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
-    expected = bits(run(engine, {0: [("x", list(range(20)), params)]})["x"])
-    request = own.add("waits", list(range(20)), params)
-    own.sleep(level)
-    make_state = own.runner.make_state
+    expected = exact_answers(run_requests(engine, {0: [("x", list(range(20)), params)]})["x"])
+    request = sleeping_engine.add("waits", list(range(20)), params)
+    sleeping_engine.sleep(level)
+    make_state = sleeping_engine.runner.make_state
 
-    def fails():
+    def fail_to_allocate():
         raise MemoryError("the device is full")
 
-    own.runner.make_state = fails
+    sleeping_engine.runner.make_state = fail_to_allocate
     with pytest.raises(MemoryError):
-        own.lifecycle.wake_up()
-    assert own.lifecycle.is_asleep
-    own.runner.make_state = make_state
-    own.lifecycle.wake_up()
-    while own.busy:
-        own.step()
-    assert bits(request.output()) == expected
+        sleeping_engine.lifecycle.wake_up()
+    assert sleeping_engine.lifecycle.is_asleep
+    sleeping_engine.runner.make_state = make_state
+    sleeping_engine.lifecycle.wake_up()
+    while sleeping_engine.busy:
+        sleeping_engine.step()
+    assert exact_answers(request.output()) == expected
 
 
-def test_sleep_survives_a_step_that_fails(weights, engine):
+def test_sleep_ends_requests_of_a_failed_step(weights, engine):
     copies = jax.tree.map(jnp.array, weights)
-    own = make(copies, compiled=engine)
+    sleeping_engine = make_engine(copies, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    request = own.add("hit", list(range(20)), params)
-    own.step()
-    collect = own.runner.collect
+    request = sleeping_engine.add("hit", list(range(20)), params)
+    sleeping_engine.step()
+    collect = sleeping_engine.runner.collect
 
-    def fails(launched):
+    def fail_to_collect(launched):
         raise RuntimeError("the device is not well")
 
-    own.runner.collect = fails
-    assert own.sleep() == [request] and request.output().outputs[0].finish_reason == "error"
-    own.runner.collect = collect
-    own.lifecycle.wake_up()
-    own.scheduler.check()
+    sleeping_engine.runner.collect = fail_to_collect
     assert (
-        len(run(own, {0: [("canary", list(range(20)), params)]})["canary"].outputs[0].token_ids)
+        sleeping_engine.sleep() == [request]
+        and request.output().outputs[0].finish_reason == "error"
+    )
+    sleeping_engine.runner.collect = collect
+    sleeping_engine.lifecycle.wake_up()
+    sleeping_engine.scheduler.check()
+    assert (
+        len(
+            run_requests(sleeping_engine, {0: [("canary", list(range(20)), params)]})["canary"]
+            .outputs[0]
+            .token_ids
+        )
         == 20
     )
 
 
-# What it did when
-
-
-def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
-    own = make(weights, compiled=engine)
-    own.observers.append(Trace(tmp_path / "trace.json"))
+# The trace file
+def test_trace_records_every_step_and_request(weights, engine, tmp_path):
+    traced_engine = make_engine(weights, compiled_engine=engine)
+    traced_engine.observers.append(Trace(tmp_path / "trace.json"))
     rng = np.random.default_rng(0)
     arrivals, _, _ = random_mix(rng)
     plans = []
-    launch = own.runner.launch
-    own.runner.launch = lambda plan, moves: plans.append(plan) or launch(plan, moves)
-    outputs = run(own, arrivals)
-    own.close()
+    launch = traced_engine.runner.launch
+    traced_engine.runner.launch = lambda plan, moves: plans.append(plan) or launch(plan, moves)
+    outputs = run_requests(traced_engine, arrivals)
+    traced_engine.close()
     events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
@@ -1041,60 +1100,60 @@ def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
     assert [event["name"] for event in steps] == [f"step {number}" for number in range(len(plans))]
     assert [event["args"]["rows"] for event in steps] == [plan.num_tokens for plan in plans]
     for lane in names:
-        own_spans = [event for event in spans if event["tid"] == lane]
-        assert all(event["dur"] >= 0 for event in own_spans)
+        lane_spans = [event for event in spans if event["tid"] == lane]
+        assert all(event["dur"] >= 0 for event in lane_spans)
         assert all(
-            a["ts"] + a["dur"] <= b["ts"] for a, b in zip(own_spans, own_spans[1:], strict=False)
+            a["ts"] + a["dur"] <= b["ts"] for a, b in zip(lane_spans, lane_spans[1:], strict=False)
         )
-    host = [event["name"] for event in spans if names[event["tid"]] == "host"]
-    assert {"schedule", "launch", "collect", "update"} == set(host)
+    host_events = [event["name"] for event in spans if names[event["tid"]] == "host"]
+    assert {"schedule", "launch", "collect", "update"} == set(host_events)
     requests = [event for event in events if event.get("cat") == "request"]
     for name, output in outputs.items():
-        mine = [event for event in requests if event["id"] == name]
-        assert [(event["name"], event["ph"]) for event in mine] == [
-            (part, phase) for part in ("wait", "read", "write") for phase in "be"
+        request_events = [event for event in requests if event["id"] == name]
+        assert [(event["name"], event["ph"]) for event in request_events] == [
+            (stage, phase) for stage in ("wait", "read", "write") for phase in "be"
         ]
-        assert mine[-2]["args"]["tokens"] == len(output.outputs[0].token_ids)
-        assert mine[0]["args"]["prompt_tokens"] == len(output.prompt_token_ids)
-        times = [event["ts"] for event in mine]
+        assert request_events[-2]["args"]["tokens"] == len(output.outputs[0].token_ids)
+        assert request_events[0]["args"]["prompt_tokens"] == len(output.prompt_token_ids)
+        times = [event["ts"] for event in request_events]
         assert times == sorted(times)
 
 
-def test_a_trace_that_cannot_be_written_hurts_no_request(weights, engine, caplog):
-    own = make(weights, compiled=engine)
-    own.observers.append(Trace(Path("/dev/full")))
-    output = run(own, {0: [("a", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))]})["a"]
-    own.close()
+def test_unwritable_trace_affects_no_request(weights, engine, caplog):
+    traced_engine = make_engine(weights, compiled_engine=engine)
+    traced_engine.observers.append(Trace(Path("/dev/full")))
+    output = run_requests(
+        traced_engine, {0: [("a", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))]}
+    )["a"]
+    traced_engine.close()
     assert output.outputs[0].finish_reason == "length"
     assert caplog.text.count("the trace /dev/full ends here") == 1
 
 
-# The likeliest of several
-
-
-def test_best_of_gives_the_likeliest(weights, engine):
+# best_of
+def test_best_of_returns_the_likeliest_answers(weights, engine):
     prompt = [5, 6, 7]
-    every = SamplingParams(temperature=1, seed=3, n=6, max_tokens=7, logprobs=0, ignore_eos=True)
-    answers = run(engine, {0: [("all", prompt, every)]})["all"].outputs
+    all_params = SamplingParams(
+        temperature=1, seed=3, n=6, max_tokens=7, logprobs=0, ignore_eos=True
+    )
+    answers = run_requests(engine, {0: [("all", prompt, all_params)]})["all"].outputs
     best = sorted(answers, key=lambda answer: answer.cumulative_logprob, reverse=True)[:2]
     params = SamplingParams(temperature=1, seed=3, n=2, best_of=6, max_tokens=7, ignore_eos=True)
-    chosen = run(engine, {0: [("best", prompt, params)]})["best"].outputs
+    chosen = run_requests(engine, {0: [("best", prompt, params)]})["best"].outputs
     assert [answer.token_ids for answer in chosen] == [answer.token_ids for answer in best]
     assert [answer.index for answer in chosen] == [0, 1]
     assert [answer.cumulative_logprob for answer in chosen] == [
         answer.cumulative_logprob for answer in best
     ]
     assert all(answer.logprobs is None for answer in chosen)
-    for wrong in (1, 0, "x", 1000):
+    for best_of in (1, 0, "x", 1000):
         with pytest.raises(RequestError, match="best_of"):
-            SamplingParams(n=2, best_of=wrong)
+            SamplingParams(n=2, best_of=best_of)
 
 
-# The order of the queue, and its ends
-
-
+# The queue: its order, timeouts and limits
 class Clock:
-    """A clock that moves when it is told to."""
+    """A clock that a test sets."""
 
     def __init__(self):
         self.now = 1000.0
@@ -1103,12 +1162,12 @@ class Clock:
         return self.now
 
 
-def test_priorities_go_first_and_waiting_makes_up_for_them(weights, engine):
-    engine = make(weights, compiled=engine)
+def test_queue_orders_by_priority_and_waiting_time(weights, engine):
+    engine = make_engine(weights, compiled_engine=engine)
     clock = Clock()
     engine.clock = clock
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    first = [engine.add(f"busy {i}", [i + 1], params) for i in range(4)]  # all slots
+    running = [engine.add(f"busy {i}", [i + 1], params) for i in range(4)]  # they take all slots
     engine.step()
     waiting = [engine.add("calm", [5], params)]
     clock.now += 1
@@ -1121,11 +1180,11 @@ def test_priorities_go_first_and_waiting_makes_up_for_them(weights, engine):
     ]  # fmt: skip
     while engine.busy:
         engine.step()
-    assert all(request.finished for request in first + waiting)
+    assert all(request.finished for request in running + waiting)
 
 
-def test_who_is_least_urgent_gives_way(weights, engine):
-    engine = make(weights, compiled=engine)
+def test_lowest_priority_sequence_is_preempted(weights, engine):
+    engine = make_engine(weights, compiled_engine=engine)
     engine.tables[0] = engine.scheduler.replicas[0].table = PageTable((14, 40), 8, CONFIG.windows)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     requests = [
@@ -1138,14 +1197,14 @@ def test_who_is_least_urgent_gives_way(weights, engine):
     assert preemptions[0] > 0 and preemptions[1] == preemptions[3] == 0
 
 
-def test_a_timeout_ends_a_request_with_what_it_has(weights, oracle, engine):
-    engine = make(weights, compiled=engine)
+def test_timeout_ends_a_request_with_its_partial_answer(weights, oracle, engine):
+    engine = make_engine(weights, compiled_engine=engine)
     clock = Clock()
     engine.clock = clock
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     slow = engine.add("slow", [1, 2, 3], params, terms=Terms(timeout=5))
     patient = engine.add("patient", [4, 5, 6], params, terms=Terms(timeout=500))
-    other = [engine.add(str(i), [i], params) for i in range(2)]
+    short_requests = [engine.add(str(i), [i], params) for i in range(2)]
     queued = engine.add("queued", [9], params, terms=Terms(timeout=2))
     for _ in range(8):
         engine.step()
@@ -1159,41 +1218,41 @@ def test_a_timeout_ends_a_request_with_what_it_has(weights, oracle, engine):
     engine.scheduler.check()
     while engine.busy:
         engine.step()
-    for request in (patient, *other):
+    for request in (patient, *short_requests):
         check_greedy(oracle, request.output(), params)
-    assert len(engine.deadlines.heap) <= 1  # that of who was done in time stays until it is due
+    assert len(engine.deadlines.heap) <= 1  # the deadline of a request that finished in time stays
 
 
-def test_each_key_gets_an_equal_share(weights, engine):
-    """One caller with a hundred requests, and one who comes later with four: these wait for no more
-    than their turn.
-    """
-    engine = make(weights, compiled=engine)
+def test_share_keys_get_equal_shares_of_the_queue(weights, engine):
+    """Four requests of one key take turns with a hundred earlier requests of another key."""
+    engine = make_engine(weights, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for index in range(100):
         engine.add(f"many {index}", [index % VOCAB] * 10, params, terms=Terms(share_key="many"))
-    ended: list[str] = []
+    finished_ids: list[str] = []
 
     def step() -> None:
-        ended.extend(request.request_id for request in engine.step() if request.finished)
+        finished_ids.extend(request.request_id for request in engine.step() if request.finished)
         engine.scheduler.check()
 
     for _ in range(5):
         step()
-    few = [engine.add(f"few {i}", [i] * 10, params, terms=Terms(share_key="few")) for i in range(4)]
-    before = len(ended)
+    few_requests = [
+        engine.add(f"few {i}", [i] * 10, params, terms=Terms(share_key="few")) for i in range(4)
+    ]
+    num_finished = len(finished_ids)
     while engine.busy:
         step()
-    assert all(request.finished for request in few) and len(ended) == 104
-    last = max(ended.index(request.request_id) for request in few)
-    assert 4 <= last - before < 16  # about every second one is theirs until they are done
+    assert all(request.finished for request in few_requests) and len(finished_ids) == 104
+    last_index = max(finished_ids.index(request.request_id) for request in few_requests)
+    assert 4 <= last_index - num_finished < 16  # about every second finished request has their key
     assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.served
     with pytest.raises(RequestError, match="share_key"):
         Terms(share_key="")
 
 
-def test_a_full_queue_refuses(weights, engine):
-    engine = make(weights, compiled=engine)
+def test_full_queue_refuses_requests(weights, engine):
+    engine = make_engine(weights, compiled_engine=engine)
     engine.max_queued = 2
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     engine.add("a", [1], params)
@@ -1215,6 +1274,6 @@ def test_a_full_queue_refuses(weights, engine):
         ({"timeout": "1"}, "timeout"),
     ],
 )
-def test_terms_that_make_no_sense_are_refused(terms, field):
+def test_invalid_request_terms_are_refused(terms, field):
     with pytest.raises(RequestError, match=field):
         Terms(**terms)

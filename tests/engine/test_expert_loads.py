@@ -1,4 +1,4 @@
-"""What is counted of a mixture's experts, against the routing of a pass without a cache."""
+"""Compares counts of tokens per expert with the routing of a forward pass without a KV cache."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ from quire.tests.support.served import model_of, served
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def make(folder, **options) -> LLM:
+def make_llm(folder, **options) -> LLM:
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -40,18 +40,20 @@ def make(folder, **options) -> LLM:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A folder with experts in some layers, and an engine."""
-    made = Golden(next(v for v in VARIANTS if v.name == "qwen3-moe"), tmp_path_factory.mktemp("g"))
-    return made.folder, make(made.folder)
+    """The folder of a model with experts in some layers, and its LLM."""
+    golden = Golden(
+        next(v for v in VARIANTS if v.name == "qwen3-moe"), tmp_path_factory.mktemp("g")
+    )
+    return golden.folder, make_llm(golden.folder)
 
 
-def routed(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
-    """By layer, how often each expert was chosen when these were computed."""
+def reference_counts(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
+    """Returns, by layer, how often each expert is chosen for the sequences' tokens."""
     config = loader.read_config(folder, "float32")
     weights = loader.load(folder, config)
 
     @jax.jit
-    def chosen(weights, tokens_T):
+    def chosen_experts(weights, tokens_T):
         def record_experts(index, experts_TX, cache):
             return {**cache, "chosen": cache["chosen"] | {index: experts_TX}}
 
@@ -61,50 +63,58 @@ def routed(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
             "chosen"
         ]
 
-    found = {}
+    counts_by_layer = {}
     for tokens in sequences:
-        for index, experts_TX in chosen(weights, jnp.array(tokens)).items():
+        for index, experts_TX in chosen_experts(weights, jnp.array(tokens)).items():
             counts = np.bincount(np.asarray(experts_TX).reshape(-1), minlength=8)
-            found[index] = found.get(index, 0) + counts
-    return found
+            counts_by_layer[index] = counts_by_layer.get(index, 0) + counts
+    return counts_by_layer
 
 
 @pytest.mark.slow
-def test_rows_of_each_expert(mixture):
-    """Prompts in chunks, decoding and padding: every live row counts once, no other does."""
+def test_expert_counts_match_reference_routing(mixture):
+    """With chunked prompts, decoding and padding, every real token counts once."""
     folder, llm = mixture
-    before = {layer: np.array(own["rows"]) for layer, own in llm.expert_loads().items()}
+    counts_before = {
+        layer: np.array(layer_loads["rows"]) for layer, layer_loads in llm.expert_loads().items()
+    }
     prompts = [[(7 * i + 3 * j) % 160 for j in range(n)] for i, n in enumerate((41, 5, 18))]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], PARAMS, use_tqdm=False)
     assert llm.engine.runner.compiles.recompiles == 0
-    wanted = routed(
+    expected = reference_counts(
         folder,
-        [ids + out.outputs[0].token_ids[:-1] for ids, out in zip(prompts, outputs, strict=True)],
+        [
+            ids + output.outputs[0].token_ids[:-1]
+            for ids, output in zip(prompts, outputs, strict=True)
+        ],
     )
-    found = llm.expert_loads()
-    assert list(found) == sorted(wanted) != list(range(6))
-    for layer, counts in wanted.items():
-        assert (np.array(found[layer]["rows"]) - before[layer]).tolist() == counts.tolist()
+    loads = llm.expert_loads()
+    assert list(loads) == sorted(expected) != list(range(6))
+    for layer, counts in expected.items():
+        assert (np.array(loads[layer]["rows"]) - counts_before[layer]).tolist() == counts.tolist()
     text = render({"m": llm.metrics})[0].decode()
-    total = sum(sum(own["rows"]) for own in found.values())
-    assert f'quire:expert_rows_total{{model_name="m"}} {float(total)}' in text
-    assert f'quire:expert_skew{{layer="{next(iter(wanted))}",model_name="m"}}' in text
-    assert llm.get_metrics()["quire:expert_rows_total"] == total
+    total_count = sum(sum(layer_loads["rows"]) for layer_loads in loads.values())
+    assert f'quire:expert_rows_total{{model_name="m"}} {float(total_count)}' in text
+    assert f'quire:expert_skew{{layer="{next(iter(expected))}",model_name="m"}}' in text
+    assert llm.get_metrics()["quire:expert_rows_total"] == total_count
 
 
-def test_a_fresh_state_loses_no_count(mixture):
+def test_expert_counts_survive_a_reset(mixture):
     _, llm = mixture
-    before = llm.get_metrics()["quire:expert_rows_total"]
+    count_before = llm.get_metrics()["quire:expert_rows_total"]
     llm.engine.runner.reset()
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], PARAMS, use_tqdm=False)
-    per_row = 3 * len(llm.expert_loads())
-    assert llm.get_metrics()["quire:expert_rows_total"] == before + (3 + 8 - 1) * per_row
+    counts_per_token = 3 * len(llm.expert_loads())
+    assert (
+        llm.get_metrics()["quire:expert_rows_total"]
+        == count_before + (3 + 8 - 1) * counts_per_token
+    )
 
 
-def test_what_an_operator_sees(mixture):
+def test_expert_load_endpoints(mixture):
     engine = mixture[1].engine
 
-    def ask(server, method: str, path: str) -> tuple[int, dict]:
+    def request_json(server, method: str, path: str) -> tuple[int, dict]:
         connection = http.client.HTTPConnection(
             *server.url.removeprefix("http://").split(":"), timeout=120
         )
@@ -116,17 +126,17 @@ def test_what_an_operator_sees(mixture):
             connection.close()
 
     with served(model_of(engine), admin=True) as server:
-        status, found = ask(server, "GET", "/expert_loads")
-        assert (status, found["layers"]) == (
+        status, body = request_json(server, "GET", "/expert_loads")
+        assert (status, body["layers"]) == (
             200,
             json.loads(json.dumps(engine.runner.expert_loads.loads())),
         )
-        status, found = ask(server, "POST", "/rebalance_experts")
-        assert status == 400 and "expert_redundancy: is 0" in found["error"]["message"]
+        status, body = request_json(server, "POST", "/rebalance_experts")
+        assert status == 400 and "expert_redundancy: is 0" in body["error"]["message"]
 
 
-class Late:
-    """An array on its way from a device."""
+class PendingArray:
+    """An array that is being copied from a device."""
 
     def __init__(self, values):
         self.values = values
@@ -142,38 +152,38 @@ class Late:
         return np.asarray(self.values)
 
 
-def test_counters_that_wrap_and_come_late(mixture):
-    """They are asked for every so often, taken when they are there, and may pass 2^32."""
+def test_expert_counters_may_wrap_and_arrive_late(mixture):
+    """Counters are fetched every EVERY steps, added once they arrive, and wrap at 2^32."""
     config = mixture[1].engine.runner.config
     host = ExpertLoads(config)
     state = State({}, loads_nLE="loads")
-    asked = []
+    pending_arrays = []
     shape = host.rows_LE.shape
-    rows = 0
+    count = 0
 
-    def program(loads):
+    def start_fetch(loads):
         assert loads == "loads"
-        asked.append(Late(np.full(shape, rows % (1 << 32), np.uint32)))
-        return asked[-1]
+        pending_arrays.append(PendingArray(np.full(shape, count % (1 << 32), np.uint32)))
+        return pending_arrays[-1]
 
-    host.program = program
+    host.program = start_fetch
     for step in range(1, 12 * expert_loads.EVERY + 1):
-        rows += (1 << 30) // expert_loads.EVERY
+        count += (1 << 30) // expert_loads.EVERY
         if step % (2 * expert_loads.EVERY) == 5:
-            for late in asked:
-                late.ready = True
+            for pending_array in pending_arrays:
+                pending_array.ready = True
         host.launched(state)
-        assert len(asked) <= step // expert_loads.EVERY
-    for late in asked:
-        late.ready = True
+        assert len(pending_arrays) <= step // expert_loads.EVERY
+    for pending_array in pending_arrays:
+        pending_array.ready = True
     host.since = 0
     host.settle(state)
     assert (host.rows_LE == host.rows_LE[0, 0]).all() and host.rows_LE[0, 0] > 1 << 33
-    assert int(host.rows_LE[0, 0]) % (1 << 32) == int(asked[-1].values[0, 0])
+    assert int(host.rows_LE[0, 0]) % (1 << 32) == int(pending_arrays[-1].values[0, 0])
     assert set(host.skew().values()) == {1.0}
 
 
-def test_a_model_without_experts():
+def test_model_without_experts_has_no_expert_loads():
     llm = LLM(
         max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=64 << 20, max_model_len=64
     )

@@ -1,5 +1,5 @@
-"""GBNF: every feature that llama.cpp's grammars use, and random grammars against a reading of them
-by hand.
+"""GBNF: all features that llama.cpp's grammars use, and random grammars compared with a reference
+parser.
 """
 
 import random
@@ -22,8 +22,7 @@ from quire.serving.request.gbnf import (
 from quire.serving.request.lark import to_lark
 from quire.tests.support.cases import cases
 
-# By the features of the grammars that llama.cpp publishes, and of those that it makes from JSON
-# schemas.
+# Grammars with the features of those that llama.cpp publishes and generates from JSON schemas.
 CHESS = r"""
 # two moves a line
 root ::= (
@@ -119,8 +118,8 @@ GRAMMARS = [
     ),
     ('root ::= a-B_1\n\n\na-B_1 ::= "x"\n  "y" | # either\n  "z"', ["xy", "z"], ["x", "xyz"]),
     ('root ::= "(" root ")" | ""', ["", "()", "((()))"], ["(", "(()"]),
-    ('root ::= root "a" | "b"', ["b", "baa"], ["", "a", "ab"]),  # to the left
-    # what the letters take is not lost
+    ('root ::= root "a" | "b"', ["b", "baa"], ["", "a", "ab"]),  # left recursion
+    # [a-z]+ must not consume the "x"
     ('root ::= [a-z]+ "x" root?', ["abx", "xxx", "abxcdx"], ["x", "ab"]),
     ('root ::= "a" ("bc" | "b" root)', ["abc", "ababc"], ["ab"]),
     ('root ::= ("a" "")* ""', ["", "aaa"], ["b"]),
@@ -129,29 +128,33 @@ GRAMMARS = [
 TOKENIZER = llguidance.LLTokenizer("byte")
 
 
-def matcher(grammar: str) -> llguidance.LLMatcher:
-    made = llguidance.LLMatcher(
+def make_matcher(grammar: str) -> llguidance.LLMatcher:
+    new_matcher = llguidance.LLMatcher(
         TOKENIZER, f'%llguidance {{"no_forcing": true}}\n{to_lark(grammar)}', log_level=0
     )
-    assert not made.is_error(), made.get_error()
-    return made
+    assert not new_matcher.is_error(), new_matcher.get_error()
+    return new_matcher
 
 
-def accepts(fresh: llguidance.LLMatcher, text: str) -> bool:
-    trial = fresh.deep_copy()
-    return all(map(trial.consume_token, text.encode())) and trial.is_accepting()
+def accepts(matcher: llguidance.LLMatcher, text: str) -> bool:
+    copied_matcher = matcher.deep_copy()
+    return all(map(copied_matcher.consume_token, text.encode())) and copied_matcher.is_accepting()
 
 
-@pytest.mark.parametrize(("grammar", "right", "wrong"), GRAMMARS, ids=range(len(GRAMMARS)))
-def test_every_feature_means_what_it_means_in_llama_cpp(grammar, right, wrong):
-    fresh = matcher(grammar)
+@pytest.mark.parametrize(
+    ("grammar", "accepted_texts", "refused_texts"), GRAMMARS, ids=range(len(GRAMMARS))
+)
+def test_gbnf_grammars_accept_the_same_texts_as_in_llama_cpp(
+    grammar, accepted_texts, refused_texts
+):
+    grammar_matcher = make_matcher(grammar)
     assert is_gbnf(grammar)
-    assert [text for text in right if not accepts(fresh, text)] == []
-    assert [text for text in wrong if accepts(fresh, text)] == []
+    assert [text for text in accepted_texts if not accepts(grammar_matcher, text)] == []
+    assert [text for text in refused_texts if accepts(grammar_matcher, text)] == []
 
 
-def test_a_string_is_one_lexeme_and_what_is_ambiguous_is_not():
-    """One lexeme for all characters of a string is what makes a mask quick to compute."""
+def test_unambiguous_rules_become_single_lexemes():
+    """Masks are computed fast only if the characters of a string are one lexeme."""
     lark = to_lark(JSON)
     assert lark.count("\nL") < 20 and '"\\"" ' not in lark.split("\nL0")[0]
     assert to_lark(CHESS).count("\nr") == 0  # no recursion: one lexeme
@@ -159,7 +162,7 @@ def test_a_string_is_one_lexeme_and_what_is_ambiguous_is_not():
 
 
 @pytest.mark.parametrize(
-    ("grammar", "says"),
+    ("grammar", "message"),
     [
         ('root ::= "a" | "b', "line 1, column 16: this text has no end"),
         ("root ::= [ab", "line 1, column 10: this class has no end"),
@@ -189,122 +192,131 @@ def test_a_string_is_one_lexeme_and_what_is_ambiguous_is_not():
         ("root ::= " + "(" * 100, "more than 64 groups"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_named_with_its_line_and_column(grammar, says):
-    with pytest.raises(GrammarError) as caught:
+def test_gbnf_errors_name_line_and_column(grammar, message):
+    with pytest.raises(GrammarError) as error_info:
         to_lark(grammar)
-    assert says in str(caught.value)
+    assert message in str(error_info.value)
 
 
-def test_braces_are_read_in_linear_time():
-    """White space without a closing brace: 4,000 spaces took 4,000^4 steps."""
-    for spaces in (" " * 16_000, "\n" * 16_000, "1" + " " * 16_000, "1," + " " * 16_000):
+def test_repetition_braces_are_parsed_in_linear_time():
+    """Whitespace without a closing brace: 4,000 spaces once took 4,000^4 steps."""
+    for text in (" " * 16_000, "\n" * 16_000, "1" + " " * 16_000, "1," + " " * 16_000):
         with pytest.raises(GrammarError, match="a repetition is"):
-            parse('root ::= "a"{' + spaces)
+            parse('root ::= "a"{' + text)
     assert parse('root ::= "a"{ 1 , 2 }')["root"].high == 2
 
 
-def test_lark_is_told_from_gbnf():
+def test_is_gbnf_distinguishes_lark():
     assert not is_gbnf('start: a\na: "::="') and not is_gbnf('// x ::= y\nstart: "a"')
     assert is_gbnf('# a comment\n\n root::="a"') and is_gbnf('root := "a"\nx ::= "b"')
 
 
-def drawn(rng: random.Random, depth: int, names: list[str]) -> str:
-    """A random expression over a, b and c, of a kind that is often ambiguous."""
-    kind = rng.random()
-    if depth == 0 or kind < 0.35:
+def random_expression(rng: random.Random, depth: int, names: list[str]) -> str:
+    """Returns a random, often ambiguous expression over the letters a, b and c."""
+    choice = rng.random()
+    if depth == 0 or choice < 0.35:
         text = '"' + "".join(rng.choices("abc", k=rng.randint(0, 3))) + '"'
         return rng.choice(
             [text, rng.choice(["[ab]", "[a-c]", "[^a]", "[bc]", "."]), rng.choice(names)]
         )
-    if kind < 0.6:
-        return " ".join(drawn(rng, depth - 1, names) for _ in range(rng.randint(1, 3)))
-    if kind < 0.8:
-        return f"({' | '.join(drawn(rng, depth - 1, names) for _ in range(rng.randint(2, 3)))})"
-    return f"({drawn(rng, depth - 1, names)}){rng.choice(['*', '+', '?', '{2}', '{1,2}', '{0,2}', '{2,}'])}"
+    if choice < 0.6:
+        return " ".join(random_expression(rng, depth - 1, names) for _ in range(rng.randint(1, 3)))
+    if choice < 0.8:
+        children = [random_expression(rng, depth - 1, names) for _ in range(rng.randint(2, 3))]
+        return f"({' | '.join(children)})"
+    child = random_expression(rng, depth - 1, names)
+    return f"({child}){rng.choice(['*', '+', '?', '{2}', '{1,2}', '{0,2}', '{2,}'])}"
 
 
-def written(rng: random.Random, rules: dict[str, Node], node: Node, left: list[int]) -> str:
-    """A random text of a node, of at most so many steps."""
-    left[0] -= 1
-    if left[0] < 0:
+def random_text(
+    rng: random.Random, rules: dict[str, Node], node: Node, steps_left: list[int]
+) -> str:
+    """Returns a random text of a node; raises RecursionError after `steps_left[0]` calls."""
+    steps_left[0] -= 1
+    if steps_left[0] < 0:
         raise RecursionError
     if isinstance(node, Chars):
-        return rng.choice([letter for letter in "abcd" if within(node, letter)])
+        return rng.choice([letter for letter in "abcd" if contains(node, letter)])
     if isinstance(node, Seq):
-        return "".join(written(rng, rules, part, left) for part in node.children)
+        return "".join(random_text(rng, rules, child, steps_left) for child in node.children)
     if isinstance(node, Alt):
-        return written(rng, rules, rng.choice(node.children), left)
+        return random_text(rng, rules, rng.choice(node.children), steps_left)
     if isinstance(node, Repeat):
         times = rng.randint(node.low, node.low + 2 if node.high is None else node.high)
-        return "".join(written(rng, rules, node.child, left) for _ in range(times))
-    return written(rng, rules, rules[node.name], left)
+        return "".join(random_text(rng, rules, node.child, steps_left) for _ in range(times))
+    return random_text(rng, rules, rules[node.name], steps_left)
 
 
-def within(node: Chars, letter: str) -> bool:
-    return any(low <= ord(letter) <= high for low, high in node.ranges)
+def contains(node: Chars, character: str) -> bool:
+    return any(low <= ord(character) <= high for low, high in node.ranges)
 
 
-def reads(rules: dict[str, Node], text: str) -> bool:
-    """Whether a text is of the grammar: all places where a rule may end, until no more are
-    found.
+def matches(rules: dict[str, Node], text: str) -> bool:
+    """Returns whether the grammar accepts a text.
+
+    Computes, for each rule and start, all positions where it may end, until no more are found.
     """
-    known: dict[tuple[str, int], set[int]] = {("root", 0): set()}
+    ends_by_start: dict[tuple[str, int], set[int]] = {("root", 0): set()}
 
-    def places(node: Node, at: int) -> set[int]:
+    def end_positions(node: Node, start: int) -> set[int]:
         if isinstance(node, Chars):
-            return {at + 1} if at < len(text) and within(node, text[at]) else set()
+            return {start + 1} if start < len(text) and contains(node, text[start]) else set()
         if isinstance(node, Alt):
-            return set().union(*(places(part, at) for part in node.children))
+            return set().union(*(end_positions(child, start) for child in node.children))
         if isinstance(node, Ref):
-            return set(known.setdefault((node.name, at), set()))
-        now = {at}
-        after = set()
-        parts: Iterator[Node] = iter(
+            return set(ends_by_start.setdefault((node.name, start), set()))
+        positions = {start}
+        reached = set()
+        children: Iterator[Node] = iter(
             node.children if isinstance(node, Seq) else [node.child] * node.low
         )
-        for part in parts:
-            now = set().union(*(places(part, each) for each in now))
+        for child in children:
+            positions = set().union(*(end_positions(child, position) for position in positions))
         if isinstance(node, Seq):
-            return now
+            return positions
         for _ in range(len(text) + 1 if node.high is None else node.high - node.low):
-            after |= now
-            now = set().union(*(places(node.child, each) for each in now))
-        return after | now
+            reached |= positions
+            positions = set().union(*(end_positions(node.child, start) for start in positions))
+        return reached | positions
 
-    before = -1
-    while before != (before := sum(map(len, known.values())) + len(known)):
-        for name, at in list(known):
-            known[name, at] |= places(rules[name], at)
-    return len(text) in known["root", 0]
+    def size() -> int:
+        return sum(map(len, ends_by_start.values())) + len(ends_by_start)
+
+    previous_size = -1
+    while previous_size != (previous_size := size()):
+        for name, start in list(ends_by_start):
+            ends_by_start[name, start] |= end_positions(rules[name], start)
+    return len(text) in ends_by_start["root", 0]
 
 
-def test_random_grammars_take_what_a_reading_by_hand_takes():
+def test_random_grammars_match_a_reference_parser():
     rng = random.Random(0)
-    taken = 0
-    refused = 0
+    num_accepted = 0
+    num_refused = 0
     for _ in range(cases(600, 100)):
         names = ["root", "x", "y", "z"][: rng.randint(2, 4)]
         grammar = "\n".join(
-            f"{name} ::= {drawn(rng, rng.randint(1, 3), names)} | {drawn(rng, 1, names)}"
+            f"{name} ::= {random_expression(rng, rng.randint(1, 3), names)}"
+            f" | {random_expression(rng, 1, names)}"
             for name in names
         )
         rules = parse(grammar)
-        fresh = matcher(grammar)
+        grammar_matcher = make_matcher(grammar)
         texts = set()
         for _ in range(6):
             try:
-                text = written(rng, rules, Ref("root"), [60])[:12]
+                text = random_text(rng, rules, Ref("root"), [60])[:12]
             except RecursionError:
                 continue
-            cut = rng.randint(0, len(text))
+            position = rng.randint(0, len(text))
             texts |= {
                 text,
-                text[:cut] + rng.choice("abcd") + text[cut + 1 :],
-                text[:cut] + text[cut + 1 :],
+                text[:position] + rng.choice("abcd") + text[position + 1 :],
+                text[:position] + text[position + 1 :],
             }
         for text in sorted(texts):
-            expected = reads(rules, text)
-            assert accepts(fresh, text) == expected, (grammar, text)
-            taken = taken + expected
-            refused = refused + (not expected)
-    assert taken > 300 and refused > 300
+            expected = matches(rules, text)
+            assert accepts(grammar_matcher, text) == expected, (grammar, text)
+            num_accepted = num_accepted + expected
+            num_refused = num_refused + (not expected)
+    assert num_accepted > 300 and num_refused > 300

@@ -1,8 +1,8 @@
-"""The same tokens and log-probabilities, to the last bit, alone and in any company: on quill, by
-every attention.
+"""Batch invariance of quill with every attention implementation: tokens and log-probabilities are
+bit-identical alone and in any batch.
 
-What may not matter: who else runs, how prompts are cut into chunks, what was found computed, who
-gave way, what came back from host memory or disk.
+They do not depend on other requests, prompt chunks, cached prefixes, preemptions or pages restored
+from host memory or disk.
 """
 
 import random
@@ -25,83 +25,100 @@ from quire.serving.engine.runner import Runner
 from quire.tests.support import staggered_requests
 from quire.tests.support.cases import cases
 
-LENGTH = 256
+MAX_LEN = 256
 
 
-OTHERS = [
+QUANTIZED = [
     pytest.param("native int4", marks=pytest.mark.nightly),
     pytest.param("native auto int4-32-least", marks=pytest.mark.slow),
 ]
 
 
-@pytest.fixture(scope="module", params=[*attention.IMPLEMENTATIONS, *OTHERS])
+@pytest.fixture(scope="module", params=[*attention.IMPLEMENTATIONS, *QUANTIZED])
 def runner(request):
-    """quill's float32 steps, with one implementation of attention alone, by dtypes of the cache and
-    of the weights.
-    """
-    name, cache, quantization = (*request.param.split(), None, None)[:3]
-    every = attention.IMPLEMENTATIONS.copy()
-    jax.clear_caches()  # which one serves is no part of a trace's key
+    """A warm runner of quill with one attention implementation, cache dtype and quantisation."""
+    name, cache_dtype, quantization = (*request.param.split(), None, None)[:3]
+    implementations = attention.IMPLEMENTATIONS.copy()
+    jax.clear_caches()  # the key of a cached trace does not contain the implementation
     attention.IMPLEMENTATIONS.clear()
-    attention.IMPLEMENTATIONS[name] = every[name]
+    attention.IMPLEMENTATIONS[name] = implementations[name]
     folder = hub.resolve(None)
     config = loader.read_config(
-        folder, "float32", LENGTH, quantization, kv_cache_dtype=cache or "auto"
+        folder, "float32", MAX_LEN, quantization, kv_cache_dtype=cache_dtype or "auto"
     )
     shape = StepShape.largest(8, 48, 16)
     groups = len(config.windows)
-    runner = Runner(config, loader.load(folder, config), shape, (400,) * groups, 16, LENGTH, True)
+    runner = Runner(config, loader.load(folder, config), shape, (400,) * groups, 16, MAX_LEN, True)
     try:
         runner.warm_up()
     except NotImplementedError as reason:
         pytest.skip(str(reason))
     finally:
         attention.IMPLEMENTATIONS.clear()
-        attention.IMPLEMENTATIONS.update(every)
+        attention.IMPLEMENTATIONS.update(implementations)
     yield runner
     jax.clear_caches()
 
 
-def engine_of(
-    compiled: Runner, num_pages: int, host_cache: HostCache | None = None, keeps: bool = True
+def make_engine(
+    warm_runner: Runner,
+    num_pages: int,
+    host_cache: HostCache | None = None,
+    keeps_prefixes: bool = True,
 ) -> Engine:
-    """With a device state of its own, and the steps of the other."""
+    """Makes an engine with a new device state and the compiled steps of `warm_runner`."""
     runner = Runner(
-        compiled.config, compiled.weights, compiled.shape, compiled.num_pages, 16, LENGTH, True
+        warm_runner.config,
+        warm_runner.weights,
+        warm_runner.shape,
+        warm_runner.num_pages,
+        16,
+        MAX_LEN,
+        True,
     )
-    runner.compiled, runner.page_copier.programs = compiled.compiled, compiled.page_copier.programs
+    runner.compiled, runner.page_copier.programs = (
+        warm_runner.compiled,
+        warm_runner.page_copier.programs,
+    )
     pages = PageTable(
-        (num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, host_cache
+        (num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps_prefixes, host_cache
     )
-    return Engine(runner, None, [pages], LENGTH)
+    return Engine(runner, None, [pages], MAX_LEN)
 
 
-def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> dict[str, tuple]:
-    """What each request got: tokens, and the bits of their scores."""
+def serve_requests(
+    engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]
+) -> dict[str, tuple]:
+    """Returns the exact answer of each request."""
     return {
-        name: bits(request.output())
+        name: exact_answer(request.output())
         for name, request in staggered_requests.serve(engine, requests, arrivals).items()
     }
 
 
-def bits(output) -> tuple:
-    scores = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+def exact_answer(output) -> tuple:
+    logprobs = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
     return (
         output.outputs[0].finish_reason,
         tuple(output.outputs[0].token_ids),
-        tuple(sorted((token, entry.logprob) for token, entry in score.items()) for score in scores),
+        tuple(
+            sorted((token, entry.logprob) for token, entry in entries.items())
+            for entries in logprobs
+        ),
     )
 
 
-def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int]]:
-    """Up to eight requests that may begin alike, and the steps at which they arrive."""
+def random_mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int]]:
+    """Returns up to eight requests, some with shared prefixes, and their arrival steps."""
     requests = {}
     arrivals = {}
     prompts = []
     for index in range(rng.randint(2, 8)):
-        start = rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
+        prefix = (
+            rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
+        )
         prompts.append(
-            start + [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))]
+            prefix + [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))]
         )
         params = SamplingParams(
             temperature=rng.choice((0, 0, 0.8)),
@@ -120,50 +137,57 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int
 
 
 @pytest.mark.random
-def test_company_changes_no_bit(runner, tmp_path):
+def test_all_attention_implementations_are_batch_invariant(runner, tmp_path):
     rng = random.Random(6)
-    compiled = runner.compiles.recompiles
+    recompiles = runner.compiles.recompiles
     sizes = [
         page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))
     ]
-    size = max(sizes)
-    alone = engine_of(runner, 400, keeps=False)
-    roomy = engine_of(runner, 400)
-    tight = engine_of(runner, 17)
-    host_cache = HostCache(sizes, 12 * size, DiskCache(tmp_path, 1 << 30), b"quill")
-    tiered = engine_of(runner, 17, host_cache)
-    seen = {"cached": 0, "gave way": 0, "came back": 0}
-    for number in range(cases(20, least=3)):
-        requests, arrivals = mix(rng, runner.config.vocab_size)
+    largest_page = max(sizes)
+    reference_engine = make_engine(runner, 400, keeps_prefixes=False)
+    large_engine = make_engine(runner, 400)
+    small_engine = make_engine(runner, 17)
+    host_cache = HostCache(sizes, 12 * largest_page, DiskCache(tmp_path, 1 << 30), b"quill")
+    tiered_engine = make_engine(runner, 17, host_cache)
+    totals = {"cached": 0, "preemptions": 0, "restored": 0}
+    for mix_index in range(cases(20, least=3)):
+        requests, arrivals = random_mix(rng, runner.config.vocab_size)
         expected = {
-            name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()
+            name: serve_requests(reference_engine, {name: request}, {name: 0})[name]
+            for name, request in requests.items()
         }
-        for kind, engine in {"roomy": roomy, "tight": tight, "tiered": tiered}.items():
+        for kind, engine in {
+            "roomy": large_engine,
+            "tight": small_engine,
+            "tiered": tiered_engine,
+        }.items():
             outputs = {}
             added = engine.add
 
-            def add(name, *given, outputs=outputs, added=added):
-                outputs[name] = added(name, *given)
+            def add(name, *arguments, outputs=outputs, added=added):
+                outputs[name] = added(name, *arguments)
                 return outputs[name]
 
             engine.add = add
-            assert serve(engine, requests, arrivals) == expected, f"mix {number}, {kind}"
+            assert serve_requests(engine, requests, arrivals) == expected, (
+                f"mix {mix_index}, {kind}"
+            )
             engine.add = added
-            cached = sum(request.output().num_cached_tokens for request in outputs.values())
-            seen["cached"] += cached
-            seen["gave way"] += sum(
+            num_cached = sum(request.output().num_cached_tokens for request in outputs.values())
+            totals["cached"] += num_cached
+            totals["preemptions"] += sum(
                 request.output().metrics.num_preemptions for request in outputs.values()
             )
-            if engine is tiered:
-                seen["came back"] += cached
-    tiered.close()
-    assert seen["cached"] > 0 and seen["gave way"] > 0 and seen["came back"] > 0
-    assert runner.compiles.recompiles == compiled
+            if engine is tiered_engine:
+                totals["restored"] += num_cached
+    tiered_engine.close()
+    assert totals["cached"] > 0 and totals["preemptions"] > 0 and totals["restored"] > 0
+    assert runner.compiles.recompiles == recompiles
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.slow
-def test_where_invariance_is_required_it_holds_or_nothing_starts(monkeypatch, kernels):
+def test_require_invariance_holds_or_refuses_to_start(monkeypatch, kernels):
     if kernels and not native.serves():
         pytest.skip("no compiler")
     if not kernels:

@@ -1,6 +1,4 @@
-"""Rewritten JSON schemas: what they accept, the schema of the client accepts, in the eyes of
-another library.
-"""
+"""Rewritten JSON schemas accept only values that are valid for the original, as jsonschema says."""
 
 import json
 import random
@@ -29,15 +27,15 @@ SCALARS = [None, True, False, 0, 1, 2, 3, -1, 1.5, "", "a", "ab", "abc", "b"]
 
 
 def random_schema(rng: random.Random, depth: int, definitions: str = "xy") -> Any:
-    """A schema of every keyword that is rewritten, over few names and values, so that they meet."""
+    """Returns a random schema of the rewritten keywords, with few names and values."""
 
-    def inner() -> Any:
+    def random_child() -> Any:
         return random_schema(rng, depth - 1, definitions)
 
-    def named(count: int) -> dict[str, Any]:
-        return {name: inner() for name in rng.sample(NAMES, rng.randint(1, count))}
+    def random_properties(count: int) -> dict[str, Any]:
+        return {name: random_child() for name in rng.sample(NAMES, rng.randint(1, count))}
 
-    leaves = [
+    simple_options = [
         lambda: {
             "type": rng.choice(
                 ["string", "integer", "number", "boolean", "null", "object", "array"]
@@ -54,67 +52,100 @@ def random_schema(rng: random.Random, depth: int, definitions: str = "xy") -> An
         lambda: rng.choice([True, {}, {"type": "string", "format": "no-such-format"}]),
     ]
     if depth == 0:
-        return rng.choice(leaves)()
-    kinds = [
-        lambda: {"anyOf": [inner() for _ in range(rng.randint(1, 3))]},
-        lambda: {"oneOf": [inner() for _ in range(rng.randint(1, 3))]},
-        lambda: {"allOf": [inner() for _ in range(2)]},
-        lambda: {"not": inner()},
-        lambda: {"if": inner(), "then": inner(), "else": inner()},
+        return rng.choice(simple_options)()
+    options = [
+        lambda: {"anyOf": [random_child() for _ in range(rng.randint(1, 3))]},
+        lambda: {"oneOf": [random_child() for _ in range(rng.randint(1, 3))]},
+        lambda: {"allOf": [random_child() for _ in range(2)]},
+        lambda: {"not": random_child()},
+        lambda: {"if": random_child(), "then": random_child(), "else": random_child()},
         lambda: {
             "type": "object",
-            "properties": named(3),
+            "properties": random_properties(3),
             "required": rng.sample(NAMES, rng.randint(0, 2)),
         },
-        lambda: {"type": "object", "properties": named(3), "additionalProperties": inner()},
-        lambda: {"type": "object", "propertyNames": inner(), "additionalProperties": inner()},
         lambda: {
             "type": "object",
-            "properties": named(2),
+            "properties": random_properties(3),
+            "additionalProperties": random_child(),
+        },
+        lambda: {
+            "type": "object",
+            "propertyNames": random_child(),
+            "additionalProperties": random_child(),
+        },
+        lambda: {
+            "type": "object",
+            "properties": random_properties(2),
             "propertyNames": {"enum": rng.sample(NAMES, 2)},
         },
-        lambda: {"type": "object", "properties": named(3), "minProperties": rng.randint(0, 3)},
-        lambda: {"type": "object", "properties": named(3), "maxProperties": rng.randint(0, 2)},
-        lambda: {"type": "object", "dependentRequired": {rng.choice(NAMES): rng.sample(NAMES, 2)}},
-        lambda: {"type": "object", "dependentSchemas": named(2), "properties": named(2)},
         lambda: {
             "type": "object",
-            "allOf": [{"properties": named(2)}],
-            "unevaluatedProperties": inner(),
+            "properties": random_properties(3),
+            "minProperties": rng.randint(0, 3),
         },
         lambda: {
-            "properties": named(1),
-            "anyOf": [{"properties": named(2)}, {"required": ["a"]}],
+            "type": "object",
+            "properties": random_properties(3),
+            "maxProperties": rng.randint(0, 2),
+        },
+        lambda: {"type": "object", "dependentRequired": {rng.choice(NAMES): rng.sample(NAMES, 2)}},
+        lambda: {
+            "type": "object",
+            "dependentSchemas": random_properties(2),
+            "properties": random_properties(2),
+        },
+        lambda: {
+            "type": "object",
+            "allOf": [{"properties": random_properties(2)}],
+            "unevaluatedProperties": random_child(),
+        },
+        lambda: {
+            "properties": random_properties(1),
+            "anyOf": [{"properties": random_properties(2)}, {"required": ["a"]}],
             "unevaluatedProperties": False,
         },  # fmt: skip
-        lambda: {"type": "array", "items": inner(), "minItems": rng.randint(0, 2), "maxItems": 2.0},
-        lambda: {"type": "array", "prefixItems": [inner(), inner()], "items": inner()},
         lambda: {
             "type": "array",
-            "contains": inner(),
-            "items": inner(),
+            "items": random_child(),
+            "minItems": rng.randint(0, 2),
+            "maxItems": 2.0,
+        },
+        lambda: {
+            "type": "array",
+            "prefixItems": [random_child(), random_child()],
+            "items": random_child(),
+        },
+        lambda: {
+            "type": "array",
+            "contains": random_child(),
+            "items": random_child(),
             "maxContains": rng.randint(1, 2),
         },
-        lambda: {"type": "array", "contains": inner(), "minContains": rng.randint(0, 2)},
+        lambda: {"type": "array", "contains": random_child(), "minContains": rng.randint(0, 2)},
         lambda: {"type": "array", "items": {"enum": rng.sample(SCALARS, 3)}, "uniqueItems": True},
-        lambda: {"type": "array", "prefixItems": [inner()], "unevaluatedItems": inner()},
+        lambda: {
+            "type": "array",
+            "prefixItems": [random_child()],
+            "unevaluatedItems": random_child(),
+        },
         lambda: {"$ref": "#/$defs/" + rng.choice(definitions)},
-        *leaves[:3],
+        *simple_options[:3],
     ]
-    return rng.choice(kinds)()
+    return rng.choice(options)()
 
 
-def document(rng: random.Random) -> dict[str, Any]:
+def random_document(rng: random.Random) -> dict[str, Any]:
     schema = random_schema(rng, rng.randint(1, 2))
     schema = schema if isinstance(schema, dict) else {}
     return schema | {"$defs": {"x": random_schema(rng, 1, "y"), "y": random_schema(rng, 0)}}
 
 
 def random_value(rng: random.Random, depth: int) -> Any:
-    kind = rng.random()
-    if depth == 0 or kind < 0.3:
+    choice = rng.random()
+    if depth == 0 or choice < 0.3:
         return rng.choice(SCALARS)
-    if kind < 0.7:
+    if choice < 0.7:
         return {
             name: random_value(rng, depth - 1)
             for name in rng.sample([*NAMES, "d"], rng.randint(0, 3))
@@ -123,47 +154,49 @@ def random_value(rng: random.Random, depth: int) -> Any:
 
 
 @pytest.mark.random
-def test_a_rewritten_schema_accepts_no_more_than_the_schema():
+def test_rewritten_schema_accepts_no_more_than_the_original():
     rng = random.Random(0)
-    accepted = 0
-    refused = 0
+    num_accepted = 0
+    num_refused = 0
     count = cases(300, 100)
     for _ in range(count):
-        schema = document(rng)
+        schema = random_document(rng)
         try:
-            found = rewrite_schema(schema)
+            rewritten = rewrite_schema(schema)
         except UnsupportedSchema:
-            refused += 1
+            num_refused += 1
             continue
-        before, after = (jsonschema.Draft202012Validator(each) for each in (schema, found))
+        original_validator, rewritten_validator = (
+            jsonschema.Draft202012Validator(any_schema) for any_schema in (schema, rewritten)
+        )
         for _ in range(12):
             value = random_value(rng, 2)
-            if after.is_valid(value):
-                assert before.is_valid(value), (schema, found, value)
-                accepted += 1
-    assert accepted > count and refused < count // 10
+            if rewritten_validator.is_valid(value):
+                assert original_validator.is_valid(value), (schema, rewritten, value)
+                num_accepted += 1
+    assert num_accepted > count and num_refused < count // 10
 
 
-def answer(rng: np.random.Generator, matcher: llguidance.LLMatcher) -> bytes | None:
-    """A random text of a grammar, byte by byte, which ends soon; None if it does not."""
+def random_answer(rng: np.random.Generator, matcher: llguidance.LLMatcher) -> bytes | None:
+    """Returns a random text of the grammar, or None if it is not complete in 200 bytes."""
     text = b""
-    liked = np.zeros(256, np.float64) + 1e-6
-    liked[[*b'{}[]":,abctruefalsn0123. ']] = 1
-    liked[[*b'"}]']] = 3
+    preferences = np.zeros(256, np.float64) + 1e-6
+    preferences[[*b'{}[]":,abctruefalsn0123. ']] = 1
+    preferences[[*b'"}]']] = 3
     for _ in range(200):
         if matcher.is_accepting() and rng.random() < 0.3:
             return text
         allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[:256] != 0
         if not allowed.any():
             return text if matcher.is_accepting() else None
-        weights = liked * allowed
+        weights = preferences * allowed
         byte = int(rng.choice(256, p=weights / weights.sum()))
         assert matcher.consume_token(byte)
         text += bytes([byte])
     return None
 
 
-def compiled(schema: dict[str, Any]) -> llguidance.LLMatcher:
+def compile_schema(schema: dict[str, Any]) -> llguidance.LLMatcher:
     body = json.dumps(build_body({"json": json.dumps(schema)}))
     return llguidance.LLMatcher(
         TOKENIZER, complete_grammar(body, ""), log_level=0, limits=limits(1)
@@ -171,46 +204,48 @@ def compiled(schema: dict[str, Any]) -> llguidance.LLMatcher:
 
 
 @pytest.mark.random
-def test_random_answers_are_valid():
-    """What the grammar of a schema lets through, jsonschema finds valid."""
+def test_random_grammar_outputs_validate_against_the_schema():
+    """jsonschema validates random texts that the grammar of a schema accepts."""
     rng = random.Random(1)
-    numbers = np.random.default_rng(1)
-    ended = 0
-    compiles = 0
+    numpy_rng = np.random.default_rng(1)
+    num_valid = 0
+    num_compiled = 0
     count = cases(60, 30)
     for _ in range(count):
-        schema = document(rng)
+        schema = random_document(rng)
         try:
-            matcher = compiled(schema)
+            matcher = compile_schema(schema)
         except RequestError:
             continue
         if matcher.is_error():
             continue
-        compiles += 1
+        num_compiled += 1
         for _ in range(3):
-            text = answer(numbers, matcher.deep_copy())
-            # The library lets an additional property through twice.
-            if text is not None and not has_doubles(json.loads(text, object_pairs_hook=Pairs)):
+            text = random_answer(numpy_rng, matcher.deep_copy())
+            # llguidance accepts an additional property twice
+            if text is not None and not has_duplicate_names(
+                json.loads(text, object_pairs_hook=Members)
+            ):
                 jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-                ended += 1
-    assert compiles > count // 2 and ended > count // 2
+                num_valid += 1
+    assert num_compiled > count // 2 and num_valid > count // 2
 
 
-class Pairs(list):
-    """The members of an object."""
+class Members(list):
+    """The (name, value) pairs of a JSON object."""
 
 
-def has_doubles(value: Any) -> bool:
-    """Whether an object has a name twice."""
-    if isinstance(value, Pairs):
+def has_duplicate_names(value: Any) -> bool:
+    """Returns whether any object has a name twice."""
+    if isinstance(value, Members):
         return len({name for name, _ in value}) < len(value) or any(
-            has_doubles(each) for _, each in value
+            has_duplicate_names(member) for _, member in value
         )
-    return isinstance(value, list) and any(map(has_doubles, value))
+    return isinstance(value, list) and any(map(has_duplicate_names, value))
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:
-    matcher = compiled(schema)
+    matcher = compile_schema(schema)
     assert not matcher.is_error(), matcher.get_error()
     return (
         matcher.consume_tokens(list(json.dumps(value, ensure_ascii=False).encode()))
@@ -231,7 +266,7 @@ CHOICE = {
     "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
     "discriminator": {"propertyName": "kind"},
 }
-KEPT: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+SUPPORTED_SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "unknown formats": ({"type": "string", "format": "password"}, ["x", ""], [1]),
     "byte": ({"type": "string", "format": "byte", "maxLength": 3}, ["x"], ["abcd"]),
     "known format": ({"type": "string", "format": "ipv4"}, ["1.2.3.4"], ["x"]),
@@ -364,44 +399,61 @@ KEPT: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_keywords_are_kept(name):
-    schema, right, wrong = KEPT[name]
-    assert [value for value in right if not accepts(schema, value)] == []
-    assert [value for value in wrong if accepts(schema, value)] == []
+@pytest.mark.parametrize("name", SUPPORTED_SCHEMAS)
+def test_supported_keywords_accept_and_refuse_values(name):
+    schema, valid_values, invalid_values = SUPPORTED_SCHEMAS[name]
+    assert [value for value in valid_values if not accepts(schema, value)] == []
+    assert [value for value in invalid_values if accepts(schema, value)] == []
     validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
     assert name == "a pointer from the document" or all(
-        validator.is_valid(value) for value in right
+        validator.is_valid(value) for value in valid_values
     )
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "message"),
     [
-        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems is supported only for"),
-        ({"oneOf": [{"type": "string", "pattern": x} for x in "ab"]}, "oneOf of schemas that match"),
-        ({"oneOf": [{"$ref": f"#/$defs/{x}"} for x in "ab"],
-          "$defs": {x: {"type": "string", "pattern": x} for x in "ab"}}, ("oneOf of schemas that " "match")),
+        (
+            {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+            "uniqueItems is supported only for",
+        ),
+        (
+            {"oneOf": [{"type": "string", "pattern": x} for x in "ab"]},
+            "oneOf of schemas that match",
+        ),
+        (
+            {
+                "oneOf": [{"$ref": f"#/$defs/{x}"} for x in "ab"],
+                "$defs": {x: {"type": "string", "pattern": x} for x in "ab"},
+            },
+            "oneOf of schemas that match",
+        ),
         ({"$ref": "#/nowhere"}, "$ref '#/nowhere' points to nothing in the schema"),
         ({"$ref": "http://127.0.0.1/x"}, "nothing is fetched"),
-        ({"propertyNames": {"multipleOf": 3, "type": "string"}}, "multipleOf of propertyNames is not supported"),
+        (
+            {"propertyNames": {"multipleOf": 3, "type": "string"}},
+            "multipleOf of propertyNames is not supported",
+        ),
         ({"minLength": "3"}, "minLength is '3'; it must be a whole number, 0 or more"),
-        ({"type": "text"}, ("type is 'text'; it must be null, boolean, number, string, array, object or " "integer")),
+        (
+            {"type": "text"},
+            "type is 'text'; it must be null, boolean, number, string, array, object or integer",
+        ),
         ({"anyOf": []}, "anyOf is []; it must be a list of at least one"),
         ({"properties": 5}, "properties is 5; it must be a JSON object"),
         ({"items": 5}, "a schema is 5; it must be a JSON object"),
         ({"not": {}}, "the schema accepts no value"),
     ],
-)  # fmt: skip
-def test_what_is_not_kept_is_refused_by_name(schema, says):
-    with pytest.raises(RequestError) as caught:
-        compiled(schema)
-    assert says in str(caught.value)
+)
+def test_unsupported_keywords_are_refused_by_name(schema, message):
+    with pytest.raises(RequestError) as error_info:
+        compile_schema(schema)
+    assert message in str(error_info.value)
 
 
-def test_schemas_in_grammars_of_the_server_are_rewritten():
-    """Formats that are annotations, in the arguments of a call in a model's own format; texts of
-    the format stay.
+def test_tool_call_grammars_rewrite_their_schemas():
+    """Schemas of arguments are rewritten in the grammar of a model's own tool-call format, and the
+    format's literal texts stay.
     """
     tool = {
         "type": "object",
@@ -412,7 +464,7 @@ def test_schemas_in_grammars_of_the_server_are_rewritten():
         "required": ["n"],
         "additionalProperties": False,
     }
-    for name, right, wrong in (
+    for name, valid_text, invalid_part in (
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>', '"n": 0'),
         (
             "qwen3_coder",
@@ -424,17 +476,21 @@ def test_schemas_in_grammars_of_the_server_are_rewritten():
         ),
     ):
         tool["properties"]["a: %json {"].pop("format" if name == "qwen3_coder" else "", None)
-        written = parsing.call_grammar(name, None, {"f": tool}, {}, "one", None)
-        body = json.dumps(build_body({"grammar": written}, True))
+        grammar = parsing.call_grammar(name, None, {"f": tool}, {}, "one", None)
+        body = json.dumps(build_body({"grammar": grammar}, True))
         matcher = llguidance.LLMatcher(TOKENIZER, complete_grammar(body, ""), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
-        copy = matcher.deep_copy()
-        assert copy.consume_tokens(list(right.encode())) and copy.is_accepting()
-        changed = right.replace(wrong[:-1] + "1", wrong)
-        assert changed != right and not matcher.deep_copy().consume_tokens(list(changed.encode()))
+        matcher_copy = matcher.deep_copy()
+        assert (
+            matcher_copy.consume_tokens(list(valid_text.encode())) and matcher_copy.is_accepting()
+        )
+        invalid_text = valid_text.replace(invalid_part[:-1] + "1", invalid_part)
+        assert invalid_text != valid_text and not matcher.deep_copy().consume_tokens(
+            list(invalid_text.encode())
+        )
 
 
-JUNK = [
+INVALID_VALUES = [
     None,
     True,
     5,
@@ -456,28 +512,28 @@ JUNK = [
 ]
 
 
-def test_keywords_of_a_wrong_kind_are_refused_and_nothing_else_happens():
+def test_keywords_with_invalid_values_raise_only_unsupported_schema():
     keywords = sorted(
         schema_document.CONSTRAINTS
         | {"$id", "$anchor", "$schema", "$defs", "format", "then", "discriminator"}
     )
     for keyword in keywords:
-        for junk in JUNK:
-            for around in (
+        for value in INVALID_VALUES:
+            for other_keywords in (
                 {},
                 {"type": "object"},
-                {"not": {keyword: junk}},
-                {"oneOf": [{keyword: junk}, {}], "if": {}},
+                {"not": {keyword: value}},
+                {"oneOf": [{keyword: value}, {}], "if": {}},
             ):
                 try:
-                    json.dumps(rewrite_schema({keyword: junk, **around}))
+                    json.dumps(rewrite_schema({keyword: value, **other_keywords}))
                 except UnsupportedSchema as error:
                     assert "\n" not in str(error) and len(str(error)) < 300
 
 
-def test_the_pattern_of_other_texts():
-    long = "a" * 90
-    pattern = pattern_excluding(["", "no", "not", "not", long, "é🙂"])
+def test_pattern_excluding_matches_all_other_texts():
+    long_text = "a" * 90
+    pattern = pattern_excluding(["", "no", "not", "not", long_text, "é🙂"])
     texts = [
         "",
         "n",
@@ -489,22 +545,22 @@ def test_the_pattern_of_other_texts():
         "aa",
         "a" * 31,
         "a" * 32,
-        long,
-        long + "a",
+        long_text,
+        long_text + "a",
         "é",
         "é🙂",
         "é🙂é",
     ]
-    other = ["n", "nota", "x", "\n", "aa", "a" * 31, "é", "é🙂é"]
-    assert [text for text in texts if re.search(pattern, text)] == other
+    expected = ["n", "nota", "x", "\n", "aa", "a" * 31, "é", "é🙂é"]
+    assert [text for text in texts if re.search(pattern, text)] == expected
     assert [
         text for text in texts if accepts({"type": "string", "pattern": pattern}, text)
-    ] == other
+    ] == expected
 
 
-def test_a_schema_that_refers_to_itself_is_rewritten_in_bounded_steps(monkeypatch):
+def test_recursive_schema_is_rewritten_in_bounded_steps(monkeypatch):
     monkeypatch.setattr(schema_document, "MAX_SCHEMAS", 2000)
-    doubled = {
+    doubling_definitions = {
         f"a{i}": {"not": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2}} for i in range(60)
     } | {"a60": {}}
     for schema in (
@@ -514,7 +570,7 @@ def test_a_schema_that_refers_to_itself_is_rewritten_in_bounded_steps(monkeypatc
         {"allOf": [{"$ref": "#"}] * 20},
         {"anyOf": [{"not": {"$ref": "#"}}] * 9},
         {"propertyNames": {"$ref": "#"}},
-        {"$ref": "#/$defs/a0", "$defs": doubled},
+        {"$ref": "#/$defs/a0", "$defs": doubling_definitions},
         {"allOf": [{"$ref": "#"}] * 9, "unevaluatedProperties": False},
         {"oneOf": [{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}] * 4},
     ):

@@ -1,6 +1,4 @@
-"""Layers that are alike are traced once, and the program is the one of layers that are traced one
-by one.
-"""
+"""Equal layers are traced once; the compiled program equals one with separately traced layers."""
 
 import re
 from collections import Counter
@@ -18,7 +16,7 @@ from quire.serving.device.step_shape import Size, StepShape
 from quire.sharding.spec import random_arrays
 from quire.tests.support import tiny
 
-MODELS = {
+CONFIG_CHANGES = {
     "llama": {},
     "gemma2": {
         "model_type": "gemma2",
@@ -37,47 +35,49 @@ MODELS = {
         "sliding_window": None,
     },
 }
-# the first layer gets rows to which nothing is to be added
-TRACED = {"llama": 2, "gemma2": 3, "mixtral": 2}
+# the first layer is traced separately, as its input has no residual to add
+NUM_TRACED = {"llama": 2, "gemma2": 3, "mixtral": 2}
 
 
 def operations(lowered) -> Counter[tuple[str, str]]:
-    """How often each operation stands in the compiled program, with what it gives.
+    """Counts the operations of the compiled program by name and result type.
 
-    What sorts and sums call is written once for all of them, or again for each.
+    Computations called by sorts and reductions are left out: they may be shared or repeated.
     """
-    parts = lowered.compile().as_text().split("\n\n")
-    own = "\n".join(part for part in parts if part.startswith(("%fused", "ENTRY")))
-    return Counter(re.findall(r" = (\S+) ([\w-]+)\(", own))
+    computations = lowered.compile().as_text().split("\n\n")
+    counted_text = "\n".join(
+        computation for computation in computations if computation.startswith(("%fused", "ENTRY"))
+    )
+    return Counter(re.findall(r" = (\S+) ([\w-]+)\(", counted_text))
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=CONFIG_CHANGES)
 def model(request):
     """A model of six layers: its name, and a function that lowers its step."""
-    config = family_for(MODELS[request.param] or tiny.LLAMA).config(
-        tiny.LLAMA | {"num_hidden_layers": 6} | MODELS[request.param], None
+    config = family_for(CONFIG_CHANGES[request.param] or tiny.LLAMA).config(
+        tiny.LLAMA | {"num_hidden_layers": 6} | CONFIG_CHANGES[request.param], None
     )
     weights = random_arrays(abstract(config))
     pipeline = Pipeline(config, None)
-    groups = len(config.windows)
-    layout = BatchLayout(StepShape(Size(8, 2, 2), 2).with_cache(groups, 16, 64))
-    state = pipeline.make_state((9,) * groups, 16, 2)
+    num_groups = len(config.windows)
+    layout = BatchLayout(StepShape(Size(8, 2, 2), 2).with_cache(num_groups, 16, 64))
+    state = pipeline.make_state((9,) * num_groups, 16, 2)
     return request.param, lambda: pipeline.lower(weights, state, layout)[0]
 
 
 @pytest.mark.slow
-def test_traced_once(model, monkeypatch):
+def test_equal_layers_are_traced_once(model, monkeypatch):
     name, lower = model
-    traced = []
+    traced_layers = []
     block = decoder.attention_block
     monkeypatch.setattr(
-        decoder, "attention_block", lambda *args: traced.append(args[0]) or block(*args)
+        decoder, "attention_block", lambda *args: traced_layers.append(args[0]) or block(*args)
     )
     shared = lower()
-    assert len(traced) == TRACED[name]
+    assert len(traced_layers) == NUM_TRACED[name]
     jax.clear_caches()
     monkeypatch.setattr(step, "share_with", lambda *args: None)
-    apart = lower()
-    assert len(traced) == TRACED[name] + 6
-    assert len(shared.as_text()) < len(apart.as_text())
-    assert operations(shared) == operations(apart)
+    unshared = lower()
+    assert len(traced_layers) == NUM_TRACED[name] + 6
+    assert len(shared.as_text()) < len(unshared.as_text())
+    assert operations(shared) == operations(unshared)

@@ -1,6 +1,6 @@
 """Random lives of engines: every answer equals a cold engine's, bit for bit.
 
-`lives.py` says what happens in one.
+`tests/support/lives.py` describes the events of a life.
 """
 
 import logging
@@ -50,31 +50,33 @@ FAMILIES = [
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    """Failed steps are logged with their traces."""
+def silenced_logger():
+    """Hides the log, as failed steps are logged with tracebacks."""
     logging.getLogger("quire").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("quire").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
-def cold():
+def cold_llm():
     return LLM(**QUILL, max_steps_per_launch=1, enable_prefix_caching=False)
 
 
 def quill_life(llm: LLM, seed: int, reopen=None) -> lives.Life:
     tokenizer = llm.engine.tokenizer
-    common = tokenizer.encode(
+    common_tokens = tokenizer.encode(
         " the and was to. , a it they fox time 1 2 5 said he she", add_special_tokens=False
     )
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    strings = (" and", ".", "the", "time", " a ", "1")
-    return lives.Life(llm, random.Random(seed), prompts, sorted({*common}), 120, reopen, strings)
+    stop_strings = (" and", ".", "the", "time", " a ", "1")
+    return lives.Life(
+        llm, random.Random(seed), prompts, sorted({*common_tokens}), 120, reopen, stop_strings
+    )
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("tier", ["fused", "host", "disk"])
-def test_lives_with_fused_steps_and_every_cache_tier(cold, tier, tmp_path):
+def test_lives_with_fused_steps_and_every_cache_tier(cold_llm, tier, tmp_path):
     few_pages = {"kv_cache_memory_bytes": 1 << 20, "kv_cache_host_bytes": 2 << 20}
     options = (
         QUILL
@@ -87,7 +89,7 @@ def test_lives_with_fused_steps_and_every_cache_tier(cold, tier, tmp_path):
     for _ in range(cases(20, least=2)):
         life.turns.clear()
         life.live(50)
-        lives.check(cold, life.turns)
+        lives.check(cold_llm, life.turns)
     assert all(life.events.get(event) for event in ("abort", "launch", "collect", "sleep")), (
         life.events
     )
@@ -97,12 +99,12 @@ def test_lives_with_fused_steps_and_every_cache_tier(cold, tier, tmp_path):
 @pytest.mark.random
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter["method"])
-def test_lives_with_each_drafter(cold, drafter):
+def test_lives_with_each_drafter(cold_llm, drafter):
     few_pages = {"kv_cache_memory_bytes": 3 << 20, "kv_cache_host_bytes": 2 << 20}
     llm = LLM(**QUILL, **few_pages, speculative_config=drafter | {"adapts": False})
     life = quill_life(llm, seed=2)
     life.live(cases(400, least=40))
-    lives.check(cold, life.turns)
+    lives.check(cold_llm, life.turns)
     assert llm.engine.speculator.counts.accepted[0] > 0
     llm.close()
 
@@ -111,23 +113,25 @@ def test_lives_with_each_drafter(cold, drafter):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(FAMILIES, FAMILIES[:4]))
 def test_lives_of_families_with_state_windows_and_shared_pages(name, tmp_path):
-    made = Golden(next(variant for variant in VARIANTS if variant.name == name), tmp_path)
-    llm = LLM(str(made.folder), **TINY, kv_cache_memory_bytes=1 << 18, kv_cache_host_bytes=1 << 20)
-    cold = LLM(str(made.folder), **TINY, max_steps_per_launch=1, enable_prefix_caching=False)
-    common = sorted({token for tokens in made.tokens for token in tokens})[:20]
-    life = lives.Life(llm, random.Random(3), made.prompts, common, 60)
+    golden = Golden(next(variant for variant in VARIANTS if variant.name == name), tmp_path)
+    llm = LLM(
+        str(golden.folder), **TINY, kv_cache_memory_bytes=1 << 18, kv_cache_host_bytes=1 << 20
+    )
+    cold_llm = LLM(str(golden.folder), **TINY, max_steps_per_launch=1, enable_prefix_caching=False)
+    common_tokens = sorted({token for tokens in golden.tokens for token in tokens})[:20]
+    life = lives.Life(llm, random.Random(3), golden.prompts, common_tokens, 60)
     life.live(cases(300, least=40))
-    lives.check(cold, life.turns)
+    lives.check(cold_llm, life.turns)
     llm.close()
-    cold.close()
+    cold_llm.close()
 
 
 def skip_last_count(self, item, num_steps):
-    """As it was: steps that did not run count as computed."""
+    """A fixed defect: steps that did not run were counted as computed."""
 
 
 def finish_as_written(self, seq, reason):
-    """As it was: the last token counts as written, though the fused steps under way may not run."""
+    """A fixed defect: the last token was counted as written before its fused steps had run."""
     pending, seq.pending = seq.pending, min(seq.pending, 1)
     real_finish(self, seq, reason)
     seq.pending = pending
@@ -141,12 +145,12 @@ real_finish = Scheduler.finish
     [("shorten", skip_last_count), ("finish", finish_as_written)],
     ids=["shorten", "finish"],
 )
-def test_lives_find_planted_defects(cold, monkeypatch, name, defect):
+def test_lives_find_planted_defects(cold_llm, monkeypatch, name, defect):
     monkeypatch.setattr(Scheduler, name, defect)
     life = quill_life(LLM(**QUILL), seed=4)
     with pytest.raises(AssertionError, match="tokens were cached"):
         for _ in range(10):
             life.turns.clear()
             life.live(50)
-            lives.check(cold, life.turns)
+            lives.check(cold_llm, life.turns)
     life.llm.close()

@@ -1,5 +1,5 @@
-"""The Python faces on the bundled model: prompts of every kind, streams, stops, errors, threads and
-asyncio.
+"""Tests `LLM` and `AsyncLLM` on the bundled model: prompt types, streams, stop strings, errors,
+threads and asyncio.
 """
 
 import asyncio
@@ -44,31 +44,31 @@ from quire.serving.protocol import chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["Once upon a time", "One day", "There was a", "The"]
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
+STEP_SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
 
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(**SIZES)
+    return LLM(**STEP_SIZES)
 
 
 @pytest.fixture(scope="module")
-def texts(llm):
-    """What greedy decoding writes for each prompt alone."""
+def greedy_texts(llm):
+    """The text that greedy decoding generates for each prompt alone."""
     return [llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in PROMPTS]
 
 
-def test_a_batch_comes_back_in_order_and_as_it_would_alone(llm, texts):
+def test_batched_outputs_are_ordered_and_match_single_ones(llm, greedy_texts):
     outputs = llm.generate(PROMPTS * 3, GREEDY)
     assert [output.prompt for output in outputs] == PROMPTS * 3
-    assert [output.outputs[0].text for output in outputs] == texts * 3
+    assert [output.outputs[0].text for output in outputs] == greedy_texts * 3
     assert all(
         output.finished and output.outputs[0].finish_reason in ("stop", "length")
         for output in outputs
     )
 
 
-def test_prompts_of_every_kind_are_the_same_prompt(llm, texts):
+def test_prompt_types_are_equivalent(llm, greedy_texts):
     ids = llm.get_tokenizer().encode(PROMPTS[0])
     for prompt in (
         PROMPTS[0],
@@ -82,48 +82,54 @@ def test_prompts_of_every_kind_are_the_same_prompt(llm, texts):
         TokensPrompt(prompt_token_ids=ids),
     ):
         (output,) = llm.generate(prompt, GREEDY)
-        assert output.outputs[0].text == texts[0]
+        assert output.outputs[0].text == greedy_texts[0]
         assert list(output.prompt_token_ids) == ids
 
 
-def test_terms_ride_with_a_prompt(llm, texts):
+def test_prompt_dicts_carry_request_terms(llm, greedy_texts):
     story = "Once upon a time there was a girl who had a red ball and a dog. " * 4
     llm.reset_prefix_cache()
-    cached = [
+    outputs = [
         llm.generate(
             {"prompt": story, "cache_salt": salt, "priority": -2, "timeout": 60.0}, GREEDY
         )[0]
         for salt in ("a", "b", "a")
     ]
-    assert [output.num_cached_tokens > 0 for output in cached] == [False, False, True]
-    assert len({output.outputs[0].text for output in cached}) == 1
+    assert [output.num_cached_tokens > 0 for output in outputs] == [False, False, True]
+    assert len({output.outputs[0].text for output in outputs}) == 1
     assert llm.reset_prefix_cache()
-    again = llm.generate({"prompt": story, "cache_salt": "a"}, GREEDY)[0]
-    assert again.num_cached_tokens == 0 and again.outputs[0].text == cached[0].outputs[0].text
-    (late,) = llm.generate({"prompt": story, "timeout": 1e-9}, GREEDY)
-    assert late.outputs[0].finish_reason == "timeout" and not late.outputs[0].token_ids
-    for wrong in ({"priority": "high"}, {"timeout": -1}, {"cache_salt": ""}, {"salt": "a"}):
-        with pytest.raises(RequestError, match=next(iter(wrong))):
-            llm.generate({"prompt": story, **wrong}, GREEDY)
+    repeated_output = llm.generate({"prompt": story, "cache_salt": "a"}, GREEDY)[0]
+    assert (
+        repeated_output.num_cached_tokens == 0
+        and repeated_output.outputs[0].text == outputs[0].outputs[0].text
+    )
+    (timed_out,) = llm.generate({"prompt": story, "timeout": 1e-9}, GREEDY)
+    assert timed_out.outputs[0].finish_reason == "timeout" and not timed_out.outputs[0].token_ids
+    for invalid_terms in ({"priority": "high"}, {"timeout": -1}, {"cache_salt": ""}, {"salt": "a"}):
+        with pytest.raises(RequestError, match=next(iter(invalid_terms))):
+            llm.generate({"prompt": story, **invalid_terms}, GREEDY)
 
 
-def test_the_cache_can_be_switched_off(texts):
-    llm = LLM(**SIZES, enable_prefix_caching=False, max_queued_requests=2)
+def test_prefix_caching_can_be_disabled(greedy_texts):
+    uncached_llm = LLM(**STEP_SIZES, enable_prefix_caching=False, max_queued_requests=2)
     story = "Once upon a time there was a girl who had a red ball and a dog. " * 4
-    assert [llm.generate(story, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+    assert [uncached_llm.generate(story, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
     with pytest.raises(RequestError, match="queue"):
-        llm.generate([story] * 3, GREEDY)
-    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text == texts[0]
+        uncached_llm.generate([story] * 3, GREEDY)
+    assert uncached_llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text == greedy_texts[0]
 
 
-def test_each_prompt_can_have_its_own_parameters(llm, texts):
+def test_sampling_params_per_prompt(llm, greedy_texts):
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 5, 9, 24)]
     outputs = llm.generate(PROMPTS, params)
     assert [len(output.outputs[0].token_ids) for output in outputs][:3] == [1, 5, 9]
-    assert all(full.startswith(o.outputs[0].text) for full, o in zip(texts, outputs, strict=True))
+    assert all(
+        text.startswith(output.outputs[0].text)
+        for text, output in zip(greedy_texts, outputs, strict=True)
+    )
 
 
-def test_the_text_is_the_decoded_tokens(llm):
+def test_text_equals_the_decoded_token_ids(llm):
     for output in llm.generate(
         PROMPTS, SamplingParams(temperature=1.0, seed=3, max_tokens=40, n=2)
     ):
@@ -131,15 +137,19 @@ def test_the_text_is_the_decoded_tokens(llm):
             assert answer.text == llm.get_tokenizer().decode(answer.token_ids)
 
 
-def test_chat_answers_and_takes_many_conversations(llm):
-    ask = [[{"role": "user", "content": f"Repeat: {word}"}] for word in ("a b c", "k l m")]
-    both = [output.outputs[0].text for output in llm.chat(ask, GREEDY)]
-    assert both == [llm.chat(one, GREEDY)[0].outputs[0].text for one in ask]
-    assert both == ["a b c", "k l m"]
+def test_chat_accepts_several_conversations(llm):
+    conversations = [
+        [{"role": "user", "content": f"Repeat: {word}"}] for word in ("a b c", "k l m")
+    ]
+    answers = [output.outputs[0].text for output in llm.chat(conversations, GREEDY)]
+    assert answers == [
+        llm.chat(conversation, GREEDY)[0].outputs[0].text for conversation in conversations
+    ]
+    assert answers == ["a b c", "k l m"]
 
 
-ASKED = [{"role": "user", "content": "Repeat: a b c"}]
-TOLD = (
+MESSAGES = [{"role": "user", "content": "Repeat: a b c"}]
+CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools | length if "
     "tools }}{{ mood }}"
 )
@@ -159,28 +169,31 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
             ]
         },
         {
-            "messages": [*ASKED, {"role": "assistant", "content": "a b"}],
+            "messages": [*MESSAGES, {"role": "assistant", "content": "a b"}],
             "continue_final_message": True,
         },
         {"add_generation_prompt": False},
-        {"chat_template": TOLD, "chat_template_kwargs": {"mood": "gay"}},
-        {"chat_template": TOLD, "tools": [TOOL]},
-        {"messages": [{"role": "developer", "content": "Be brief."}, *ASKED]},
+        {"chat_template": CHAT_TEMPLATE, "chat_template_kwargs": {"mood": "gay"}},
+        {"chat_template": CHAT_TEMPLATE, "tools": [TOOL]},
+        {"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES]},
     ],
 )
-def test_a_conversation_is_the_same_prompt_as_over_http(llm, fields):
-    body = {"messages": ASKED, **fields}
+def test_chat_builds_the_same_prompt_as_the_http_api(llm, fields):
+    body = {"messages": MESSAGES, **fields}
     if "tools" in body:
         body["tool_choice"] = "required"
-    ((ask,), *_) = vars(prompting.chat(llm.engine, chat.parse(body), Formats())).values()
-    given = {"messages": ASKED, **fields}
-    (output,) = llm.chat(**given, sampling_params=SamplingParams(max_tokens=1))
-    assert (output.prompt, list(output.prompt_token_ids)) == (ask.text, ask.tokens)
+    ((parsed_prompt,), *_) = vars(prompting.chat(llm.engine, chat.parse(body), Formats())).values()
+    arguments = {"messages": MESSAGES, **fields}
+    (output,) = llm.chat(**arguments, sampling_params=SamplingParams(max_tokens=1))
+    assert (output.prompt, list(output.prompt_token_ids)) == (
+        parsed_prompt.text,
+        parsed_prompt.tokens,
+    )
     assert "[{" not in output.prompt
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"tools": [TOOL]}, "tools: cannot be told to this model"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\].type: must be"),
@@ -198,88 +211,91 @@ def test_a_conversation_is_the_same_prompt_as_over_http(llm, fields):
         ),
     ],
 )
-def test_what_a_conversation_cannot_have_is_refused(llm, fields, words):
-    with pytest.raises(RequestError, match=words):
-        llm.chat(**{"messages": ASKED, **fields})
+def test_invalid_chat_fields_are_refused(llm, fields, message):
+    with pytest.raises(RequestError, match=message):
+        llm.chat(**{"messages": MESSAGES, **fields})
     with pytest.raises(TypeError, match="enable_thinking"):
-        llm.chat(ASKED, enable_thinking=True)  # type: ignore[call-arg]
+        llm.chat(MESSAGES, enable_thinking=True)  # type: ignore[call-arg]
     with pytest.raises(RequestError, match="enable_thinking: unknown field"):
-        llm.chat_prompt(ASKED, enable_thinking=True)
+        llm.chat_prompt(MESSAGES, enable_thinking=True)
 
 
-def test_fields_of_messages_that_are_ignored_are_named(llm):
-    plain = llm.chat_prompt([{"role": "user", "content": "hello"}])
+def test_unknown_message_fields_are_ignored_with_a_warning(llm):
+    prompt = llm.chat_prompt([{"role": "user", "content": "hello"}])
     with pytest.warns(UserWarning, match=r"messages\[\].audio: unknown here, and ignored"):
-        assert llm.chat_prompt([{"role": "user", "content": "hello", "audio": 1}]) == plain
+        assert llm.chat_prompt([{"role": "user", "content": "hello", "audio": 1}]) == prompt
 
 
-def test_priorities_are_of_all_prompts_or_one_each(llm, texts, monkeypatch):
-    given = []
+def test_priority_for_all_prompts_or_for_each(llm, greedy_texts, monkeypatch):
+    priorities = []
     add = llm.engine.add
     monkeypatch.setattr(
-        llm.engine, "add", lambda *args: given.append(args[4].priority) or add(*args)
+        llm.engine, "add", lambda *args: priorities.append(args[4].priority) or add(*args)
     )
     assert [
         o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY, priority=[3, -1, 0, 2])
-    ] == texts
+    ] == greedy_texts
     llm.generate(PROMPTS[:2], GREEDY, priority=5)
     llm.generate({"prompt": PROMPTS[0], "timeout": 60.0}, GREEDY, priority=1)
-    assert given == [3, -1, 0, 2, 5, 5, 1]
-    for wrong in ([1], "high", 10**6, True):
+    assert priorities == [3, -1, 0, 2, 5, 5, 1]
+    for invalid_priority in ([1], "high", 10**6, True):
         with pytest.raises(RequestError, match="priority"):
-            llm.generate(PROMPTS[:2], GREEDY, priority=wrong)
+            llm.generate(PROMPTS[:2], GREEDY, priority=invalid_priority)
     with pytest.raises(RequestError, match="leave one of them out"):
         llm.generate({"prompt": "x", "priority": 1}, GREEDY, priority=1)
-    assert not llm.engine.observers[1:]  # calls that were refused leave nothing behind
+    assert not llm.engine.observers[1:]  # refused calls leave no observer behind
 
 
-def test_a_beam_search_of_few_prompts_at_a_time_is_the_same(llm):
+def test_beam_search_concurrency_limit_keeps_the_results(llm):
     params = BeamSearchParams(beam_width=2, max_tokens=4)
-    whole = llm.beam_search(PROMPTS[:3], params)
-    assert llm.beam_search(PROMPTS[:3], params, concurrency_limit=2) == whole
+    expected = llm.beam_search(PROMPTS[:3], params)
+    assert llm.beam_search(PROMPTS[:3], params, concurrency_limit=2) == expected
     assert llm.beam_search([], params) == []
     with pytest.raises(RequestError, match="concurrency_limit"):
         llm.beam_search(PROMPTS[:3], params, concurrency_limit=0)
 
 
-def test_prompt_dicts_have_the_terms():
-    names = {field.name for field in fields(Terms)} - {"adapter"}  # which `lora_request` names
+def test_prompt_types_have_the_fields_of_terms():
+    # the argument `lora_request` sets the adapter
+    names = {field.name for field in fields(Terms)} - {"adapter"}
     assert set(PromptTerms.__annotations__) == names
     assert set(TextPrompt.__annotations__) == {"prompt", *names}
     assert set(TokensPrompt.__annotations__) == {"prompt", "prompt_token_ids", *names}
 
 
-def test_structured_outputs_by_their_class(llm):
+def test_structured_outputs_params_choice(llm):
     params = SamplingParams(
         temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
     )
     assert llm.generate(PROMPTS[0], params)[0].outputs[0].text in ("yes", "no")
 
 
-def test_flat_logprobs_say_the_same(llm):
-    plain, flat = (
+def test_flat_logprobs_equal_nested_ones(llm):
+    output, flat_output = (
         llm.generate(
             PROMPTS[0],
-            SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=1, **more),
+            SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=1, **options),
         )[0]
-        for more in ({}, {"flat_logprobs": True})
+        for options in ({}, {"flat_logprobs": True})
     )
-    for one, other in (
-        (plain.outputs[0].logprobs, flat.outputs[0].logprobs),
-        ([{}, *plain.prompt_logprobs[1:]], flat.prompt_logprobs),
+    for logprobs, flat_logprobs in (
+        (output.outputs[0].logprobs, flat_output.outputs[0].logprobs),
+        ([{}, *output.prompt_logprobs[1:]], flat_output.prompt_logprobs),
     ):
         assert (
-            isinstance(other, FlatLogprobs) and list(other) == one and list(other[1:3]) == one[1:3]
+            isinstance(flat_logprobs, FlatLogprobs)
+            and list(flat_logprobs) == logprobs
+            and list(flat_logprobs[1:3]) == logprobs[1:3]
         )
         assert (
-            len(other.token_ids)
-            == sum(map(len, one))
-            == len(other.ranks)
-            == len(other.decoded_tokens)
+            len(flat_logprobs.token_ids)
+            == sum(map(len, logprobs))
+            == len(flat_logprobs.ranks)
+            == len(flat_logprobs.decoded_tokens)
         )
 
 
-def test_results_have_what_scripts_for_vllm_read(llm):
+def test_outputs_have_the_attributes_of_vllm(llm):
     (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=3, n=2, ignore_eos=True))
     for name in (
         "lora_request",
@@ -306,28 +322,30 @@ def test_results_have_what_scripts_for_vllm_read(llm):
     )
 
 
-def test_the_whole_vocabulary_has_log_probabilities(llm):
-    """They are one distribution, and begin with those that every engine lists."""
-    whole = LLM(**SIZES, max_logprobs=-1)
-    vocabulary = whole.engine.config.vocab_size
+def test_logprobs_of_the_whole_vocabulary(llm):
+    """They are one distribution, and contain the likeliest tokens that other engines list."""
+    unlimited_llm = LLM(**STEP_SIZES, max_logprobs=-1)
+    vocabulary = unlimited_llm.engine.config.vocab_size
     params = SamplingParams(
         temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1, flat_logprobs=True
     )
-    (output,) = whole.generate(PROMPTS[0], params)
-    listed = SamplingParams(temperature=0, max_tokens=2, logprobs=20, prompt_logprobs=20)
-    (best,) = llm.generate(PROMPTS[0], listed)
-    for all_of_them, likeliest in (
-        (output.outputs[0].logprobs, best.outputs[0].logprobs),
-        (output.prompt_logprobs[1:], best.prompt_logprobs[1:]),
+    (output,) = unlimited_llm.generate(PROMPTS[0], params)
+    limited_params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, prompt_logprobs=20)
+    (limited_output,) = llm.generate(PROMPTS[0], limited_params)
+    for all_entries, likeliest_entries in (
+        (output.outputs[0].logprobs, limited_output.outputs[0].logprobs),
+        (output.prompt_logprobs[1:], limited_output.prompt_logprobs[1:]),
     ):
-        for entries, first in zip(all_of_them, likeliest, strict=True):
+        for entries, listed_entry in zip(all_entries, likeliest_entries, strict=True):
             assert sorted(entries) == list(range(vocabulary))
             assert math.fsum(
                 math.exp(entry.logprob) for entry in entries.values()
             ) == pytest.approx(1, abs=1e-5)
-            assert {token: (entry.logprob, entry.rank) for token, entry in first.items()} == {
+            assert {
+                token: (entry.logprob, entry.rank) for token, entry in listed_entry.items()
+            } == {
                 token: (pytest.approx(entries[token].logprob, abs=1e-4), entries[token].rank)
-                for token in first
+                for token in listed_entry
             }
     with pytest.raises(
         RequestError, match=rf"^logprobs: .* max_logprobs, 20, got -1 \(-1: the {vocabulary} of"
@@ -337,114 +355,127 @@ def test_the_whole_vocabulary_has_log_probabilities(llm):
         llm.generate(PROMPTS[0], SamplingParams(prompt_logprobs=21))
 
 
-def test_chosen_tokens_have_log_probabilities(llm):
-    """Those that are likely have the bits that they have among the likeliest; all are the same in
-    company.
-    """
-    # those of other engines in this process count too
-    compiled = llm.engine.runner.compiles.recompiles
-    listed = SamplingParams(temperature=0, max_tokens=6, logprobs=20, ignore_eos=True)
-    (best,) = llm.generate(PROMPTS[0], listed)
-    wanted = [*list(best.outputs[0].logprobs[2])[:5], 7, 3, 7]
-    params = replace(listed, logprobs=None, logprob_token_ids=wanted)
-    (alone,) = llm.generate(PROMPTS[0], params)
-    assert alone.outputs[0].token_ids == best.outputs[0].token_ids
-    seen = 0
+def test_logprob_token_ids_select_tokens(llm):
+    """Selected tokens have the same log-probabilities as among the 20 likeliest."""
+    # recompiles of other engines in this process count too
+    recompiles = llm.engine.runner.compiles.recompiles
+    top_params = SamplingParams(temperature=0, max_tokens=6, logprobs=20, ignore_eos=True)
+    (top_output,) = llm.generate(PROMPTS[0], top_params)
+    token_ids = [*list(top_output.outputs[0].logprobs[2])[:5], 7, 3, 7]
+    params = replace(top_params, logprobs=None, logprob_token_ids=token_ids)
+    (output,) = llm.generate(PROMPTS[0], params)
+    assert output.outputs[0].token_ids == top_output.outputs[0].token_ids
+    num_shared = 0
     for token, entry, likeliest in zip(
-        best.outputs[0].token_ids, alone.outputs[0].logprobs, best.outputs[0].logprobs, strict=True
+        top_output.outputs[0].token_ids,
+        output.outputs[0].logprobs,
+        top_output.outputs[0].logprobs,
+        strict=True,
     ):
         assert (
-            list(entry) == list(dict.fromkeys([token, *wanted]))
+            list(entry) == list(dict.fromkeys([token, *token_ids]))
             and entry[token] == likeliest[token]
         )
-        both = entry.keys() & likeliest.keys()
-        assert {t: entry[t].logprob for t in both} == {t: likeliest[t].logprob for t in both}
-        seen += len(both)
-    assert seen >= 5 + 5
-    others = [
-        listed,
+        shared_ids = entry.keys() & likeliest.keys()
+        assert {t: entry[t].logprob for t in shared_ids} == {
+            t: likeliest[t].logprob for t in shared_ids
+        }
+        num_shared += len(shared_ids)
+    assert num_shared >= 5 + 5
+    other_params = [
+        top_params,
         replace(params, logprob_token_ids=[9], logprobs=3),
         replace(params, logprob_token_ids=[]),
     ]
-    mixed, few, one, none = llm.generate([PROMPTS[0]] * 4, [params, *others])
-    for entry, own in zip(mixed.outputs[0].logprobs, alone.outputs[0].logprobs, strict=True):
-        assert {t: each.logprob for t, each in entry.items()} == {
-            t: pytest.approx(each.logprob, abs=1e-4) for t, each in own.items()
+    batched_output, top_3_output, one_token_output, no_logprobs_output = llm.generate(
+        [PROMPTS[0]] * 4, [params, *other_params]
+    )
+    for entry, single_entry in zip(
+        batched_output.outputs[0].logprobs, output.outputs[0].logprobs, strict=True
+    ):
+        assert {t: logprob.logprob for t, logprob in entry.items()} == {
+            t: pytest.approx(logprob.logprob, abs=1e-4) for t, logprob in single_entry.items()
         }
-    assert all(len(entry) in (20, 21) for entry in few.outputs[0].logprobs)
+    assert all(len(entry) in (20, 21) for entry in top_3_output.outputs[0].logprobs)
     assert all(
         entry.keys() == {t, 9}
-        for t, entry in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)
+        for t, entry in zip(
+            one_token_output.outputs[0].token_ids, one_token_output.outputs[0].logprobs, strict=True
+        )
     )
-    assert none.outputs[0].logprobs is None
-    (flat,) = llm.generate(PROMPTS[0], replace(params, flat_logprobs=True))
+    assert no_logprobs_output.outputs[0].logprobs is None
+    (flat_output,) = llm.generate(PROMPTS[0], replace(params, flat_logprobs=True))
     assert (
-        isinstance(flat.outputs[0].logprobs, FlatLogprobs)
-        and list(flat.outputs[0].logprobs) == alone.outputs[0].logprobs
+        isinstance(flat_output.outputs[0].logprobs, FlatLogprobs)
+        and list(flat_output.outputs[0].logprobs) == output.outputs[0].logprobs
     )
     with pytest.raises(RequestError, match="^logprob_token_ids: has the token id 999999"):
         llm.generate(PROMPTS[0], replace(params, logprob_token_ids=[999999]))
-    assert llm.engine.runner.compiles.recompiles == compiled
+    assert llm.engine.runner.compiles.recompiles == recompiles
 
 
-def test_the_vocabulary_is_known_by_its_tokens(llm):
+def test_tokenizer_vocabulary_and_token_bytes(llm):
     tokenizer = llm.get_tokenizer()
     vocabulary = tokenizer.get_vocab()
     assert max(vocabulary.values()) + 1 == tokenizer.vocab_size
     assert all(tokenizer.token_bytes(id) for id in list(vocabulary.values())[:50])
 
 
-def test_what_each_result_of_a_stream_holds(llm, texts, monkeypatch):
-    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)  # a token at a time
+def test_output_kinds_of_a_stream_agree(llm, greedy_texts, monkeypatch):
+    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)  # one token per result
 
     def stream(kind):
-        params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, output_kind=kind)
-        return list(llm.stream(PROMPTS[0], params))
+        kind_params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, output_kind=kind)
+        return list(llm.stream(PROMPTS[0], kind_params))
 
-    whole = stream(RequestOutputKind.CUMULATIVE)
-    parts = stream(RequestOutputKind.DELTA)
-    (last,) = stream(RequestOutputKind.FINAL_ONLY)
-    end = whole[-1].outputs[0]
-    assert last.finished and last.outputs[0] == end and end.text == texts[0]
-    answers = [answer for part in parts for answer in part.outputs]
-    assert "".join(answer.text for answer in answers) == end.text
-    assert [token for answer in answers for token in answer.token_ids] == end.token_ids
-    assert [entry for answer in answers for entry in answer.logprobs] == end.logprobs
-    assert answers[-1].cumulative_logprob == end.cumulative_logprob and len(parts) > 5
-    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    cumulative = stream(RequestOutputKind.CUMULATIVE)
+    deltas = stream(RequestOutputKind.DELTA)
+    (final,) = stream(RequestOutputKind.FINAL_ONLY)
+    final_answer = cumulative[-1].outputs[0]
+    assert (
+        final.finished and final.outputs[0] == final_answer and final_answer.text == greedy_texts[0]
+    )
+    answers = [answer for delta in deltas for answer in delta.outputs]
+    assert "".join(answer.text for answer in answers) == final_answer.text
+    assert [token for answer in answers for token in answer.token_ids] == final_answer.token_ids
+    assert [entry for answer in answers for entry in answer.logprobs] == final_answer.logprobs
+    assert answers[-1].cumulative_logprob == final_answer.cumulative_logprob and len(deltas) > 5
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
 
-def test_threads_share_the_engine(llm, texts):
-    """Everybody gets his own answer, of a batch, a stream, a conversation or a search."""
-    story = BeamSearchParams(beam_width=2, max_tokens=4)
+def test_threads_share_the_engine(llm, greedy_texts):
+    """Batches, streams, chats and beam searches in parallel threads return their own results."""
+    beam_params = BeamSearchParams(beam_width=2, max_tokens=4)
     jobs = {
-        lambda: [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]: texts,
-        lambda: [*llm.stream(PROMPTS[1], GREEDY)][-1].outputs[0].text: texts[1],
-        lambda: llm.chat(ASKED, GREEDY)[0].outputs[0].text: "a b c",
-        lambda: llm.beam_search(PROMPTS[0], story): llm.beam_search(PROMPTS[0], story),
+        lambda: [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]: greedy_texts,
+        lambda: [*llm.stream(PROMPTS[1], GREEDY)][-1].outputs[0].text: greedy_texts[1],
+        lambda: llm.chat(MESSAGES, GREEDY)[0].outputs[0].text: "a b c",
+        lambda: llm.beam_search(PROMPTS[0], beam_params): llm.beam_search(PROMPTS[0], beam_params),
         lambda: llm.reset_prefix_cache(): True,
     }
-    begin = threading.Barrier(2 * len(jobs))
+    barrier = threading.Barrier(2 * len(jobs))
 
-    def act(job):
-        begin.wait()
+    def run_job(job):
+        barrier.wait()
         return [job() for _ in range(3)]
 
     with ThreadPoolExecutor(2 * len(jobs)) as pool:
-        found = [(pool.submit(act, job), expected) for job, expected in [*jobs.items()] * 2]
-        assert [future.result() for future, _ in found] == [[expected] * 3 for _, expected in found]
+        futures = [(pool.submit(run_job, job), expected) for job, expected in [*jobs.items()] * 2]
+        assert [future.result() for future, _ in futures] == [
+            [expected] * 3 for _, expected in futures
+        ]
     assert not llm.engine.busy and llm.engine.tables[0].used() == 0 and not llm.engine.observers[1:]
 
 
-def test_turns_come_in_the_order_in_which_they_are_asked_for():
+def test_turns_are_first_come_first_served():
     turns = Turns()
     order = []
 
-    def take(number):
+    def take_turn(number):
         with turns:
             order.append(number)
 
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=take_turn, args=(number,)) for number in range(8)]
     with turns:
         for number, thread in enumerate(threads):
             thread.start()
@@ -457,16 +488,16 @@ def test_turns_come_in_the_order_in_which_they_are_asked_for():
     assert not turns.taken
 
 
-def test_who_is_interrupted_while_he_waits_leaves_the_row():
+def test_interrupted_waiter_leaves_the_queue_of_turns():
     turns = Turns()
-    begun = threading.get_ident()
-    # a shell's background jobs ignore it
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main_thread = threading.get_ident()
+    # background jobs of a shell ignore SIGINT
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
         while not turns.waiting:
             time.sleep(0.001)
-        signal.pthread_kill(begun, signal.SIGINT)
+        signal.pthread_kill(main_thread, signal.SIGINT)
 
     with turns:
         thread = threading.Thread(target=interrupt)
@@ -476,147 +507,158 @@ def test_who_is_interrupted_while_he_waits_leaves_the_row():
         thread.join()
         assert turns.taken and not turns.waiting
     assert not turns.taken
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, previous_handler)
 
 
-def test_a_sleeping_engine_refuses_and_does_not_hang(llm, texts):
+def test_sleeping_engine_refuses_requests_without_hanging(llm, greedy_texts):
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     llm.sleep()
-    for act in (lambda: next(stream), lambda: llm.generate(PROMPTS, GREEDY)):
+    for call in (lambda: next(stream), lambda: llm.generate(PROMPTS, GREEDY)):
         with pytest.raises(NotServing, match="wake_up"):
-            act()
+            call()
     llm.wake_up()
-    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text == texts[0]
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text == greedy_texts[0]
 
 
-def in_a_fork(act) -> str:
-    """What it raises in a child process."""
-    reader, writer = os.pipe()
+def error_in_fork(call) -> str:
+    """Calls it in a forked process, and returns the error that it raises there."""
+    read_fd, write_fd = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python and JAX warn of forks
-        child = os.fork()
-    if not child:
+        warnings.simplefilter("ignore")  # Python and JAX warn about forks
+        pid = os.fork()
+    if not pid:
         signal.alarm(60)
         try:
-            act()
+            call()
         except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
+            os.write(write_fd, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as pipe:
+    os.close(write_fd)
+    os.waitpid(pid, 0)
+    with os.fdopen(read_fd) as pipe:
         return pipe.read()
 
 
-def test_a_fork_is_refused_in_one_line(llm, texts, tmp_path):
+def test_use_in_a_forked_process_is_refused(llm, greedy_texts, tmp_path):
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
-    acts = (
+    calls = (
         lambda: llm.generate(PROMPTS[0]),
-        lambda: llm.chat(ASKED),
+        lambda: llm.chat(MESSAGES),
         lambda: next(stream),
         lambda: llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2)),
         lambda: llm.embed(PROMPTS[0]),
         lambda: llm.sleep(),
     )
-    for act in acts:
-        said = in_a_fork(act)
-        assert said.startswith(
+    for call in calls:
+        message = error_in_fork(call)
+        assert message.startswith(
             f"NotServing: engine: belongs to process {os.getpid()}, and process "
         )
-        assert "spawn" in said and "\n" not in said
-    assert in_a_fork(llm.close) == ""  # the end of a `with` block is no error
-    assert [*stream][-1].outputs[0].text == texts[0]
+        assert "spawn" in message and "\n" not in message
+    assert error_in_fork(llm.close) == ""  # `close()`, as at the end of a `with` block, is allowed
+    assert [*stream][-1].outputs[0].text == greedy_texts[0]
 
 
-def test_a_stream_grows_to_the_whole_text(llm, texts, monkeypatch):
-    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)  # a token at a time
-    seen = [output.outputs[0].text for output in llm.stream(PROMPTS[0], GREEDY)]
-    assert seen[-1] == texts[0]
-    assert all(later.startswith(earlier) for earlier, later in zip(seen, seen[1:], strict=False))
-    assert len(seen) > 10
+def test_streamed_text_grows_to_the_full_answer(llm, greedy_texts, monkeypatch):
+    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)  # one token per result
+    partial_texts = [output.outputs[0].text for output in llm.stream(PROMPTS[0], GREEDY)]
+    assert partial_texts[-1] == greedy_texts[0]
+    assert all(
+        later.startswith(earlier)
+        for earlier, later in zip(partial_texts, partial_texts[1:], strict=False)
+    )
+    assert len(partial_texts) > 10
 
 
-def test_a_closed_stream_leaves_nothing_behind(llm, texts):
+def test_closing_a_stream_aborts_its_request(llm, greedy_texts):
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
     for _ in range(3):
         next(stream)
     stream.close()
     assert not llm.engine.busy
     assert llm.engine.tables[0].used() == 0
-    assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].text == texts[1]
+    assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].text == greedy_texts[1]
 
 
-def test_interleaved_streams_each_end_with_their_whole_text(llm, texts):
+def test_interleaved_streams_end_with_the_full_text(llm, greedy_texts):
     streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
-    last = {}
-    while len(last) < 3 or any(not output.finished for output in last.values()):
+    outputs = {}
+    while len(outputs) < 3 or any(not output.finished for output in outputs.values()):
         for index, stream in enumerate(streams):
-            last[index] = next(stream, last.get(index))
-    assert [last[index].outputs[0].text for index in range(3)] == texts[:3]
+            outputs[index] = next(stream, outputs.get(index))
+    assert [outputs[index].outputs[0].text for index in range(3)] == greedy_texts[:3]
 
 
-def test_too_many_bad_words_are_refused_not_dropped(llm):
+def test_too_many_bad_words_are_refused(llm):
     words = [f"unheard of words number {index}" for index in range(40)]
     with pytest.raises(RequestError, match="bad_words"):
         llm.generate(PROMPTS[0], SamplingParams(bad_words=words))
 
 
-def test_a_stop_string_in_what_was_held_back_is_a_stop(llm):
-    """Half a character is shown as U+FFFD at the end alone, and a stop string may be just that."""
-    half = llm.get_tokenizer().encode("é", add_special_tokens=False)[0]
-    params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[half], stop="\ufffd")
+def test_stop_string_matches_an_incomplete_character(llm):
+    """An incomplete character becomes U+FFFD at the end of the text, and may be a stop string."""
+    first_byte = llm.get_tokenizer().encode("é", add_special_tokens=False)[0]
+    params = SamplingParams(
+        temperature=0, max_tokens=1, allowed_token_ids=[first_byte], stop="\ufffd"
+    )
     answer = llm.generate(PROMPTS[0], params)[0].outputs[0]
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", "\ufffd")
 
 
-def test_a_failing_engine_thread_leaves_nobody_waiting(monkeypatch):
-    llm = AsyncLLM(**SIZES)
+def test_failed_engine_thread_aborts_all_requests(monkeypatch):
+    llm = AsyncLLM(**STEP_SIZES)
 
     async def scenario():
         def explode():
             raise RuntimeError("injected")
 
         monkeypatch.setattr(llm.engine.scheduler, "schedule", explode)
-        outputs = await asyncio.wait_for(collect(llm, PROMPTS[0], GREEDY), 30)
+        outputs = await asyncio.wait_for(collect_outputs(llm, PROMPTS[0], GREEDY), 30)
         assert outputs[-1].outputs[0].finish_reason == "abort"
         with pytest.raises(RequestError, match="closed"):
-            await collect(llm, PROMPTS[0], GREEDY)
+            await collect_outputs(llm, PROMPTS[0], GREEDY)
 
     monkeypatch.setattr(threading, "excepthook", lambda details: None)
     asyncio.run(scenario())
 
 
-def test_stop_strings_cut_the_text(llm, texts):
-    text = texts[0]
+def test_stop_strings_truncate_the_text(llm, greedy_texts):
+    text = greedy_texts[0]
     stop = text[10:14]
-    cut = text[: text.index(stop)]
-    (out,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop=stop))
-    assert (out.outputs[0].text, out.outputs[0].finish_reason, out.outputs[0].stop_reason) == (
-        cut,
+    expected = text[: text.index(stop)]
+    (final_output,) = llm.generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop=stop)
+    )
+    assert (
+        final_output.outputs[0].text,
+        final_output.outputs[0].finish_reason,
+        final_output.outputs[0].stop_reason,
+    ) == (
+        expected,
         "stop",
         stop,
     )
     params = SamplingParams(
         temperature=0, max_tokens=24, stop=["never there", stop], include_stop_str_in_output=True
     )
-    assert llm.generate(PROMPTS[0], params)[0].outputs[0].text == cut + stop
+    assert llm.generate(PROMPTS[0], params)[0].outputs[0].text == expected + stop
     for output in llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop=stop)):
-        assert stop[0] not in output.outputs[0].text[len(cut) :], (
-            "the head of a stop string was shown"
+        assert stop[0] not in output.outputs[0].text[len(expected) :], (
+            "the beginning of a stop string was streamed"
         )
 
 
-def test_bad_words_do_not_appear(llm, texts):
-    word = texts[0].split()[2].strip(",.")
+def test_bad_words_are_never_generated(llm, greedy_texts):
+    word = greedy_texts[0].split()[2].strip(",.")
     params = SamplingParams(temperature=0, max_tokens=24, bad_words=[word])
     answer = llm.generate(PROMPTS[0], params)[0].outputs[0].text
-    assert word in texts[0].split()[2]
+    assert word in greedy_texts[0].split()[2]
     assert word not in answer.split()
 
 
-def test_logprobs_add_up(llm):
+def test_cumulative_logprob_is_the_sum_of_logprobs(llm):
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=1)
     (output,) = llm.generate(PROMPTS[0], params)
     answer = output.outputs[0]
@@ -630,19 +672,22 @@ def test_logprobs_add_up(llm):
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
-def test_without_a_tokenizer_ids_go_in_and_out(llm):
-    bare = LLM(skip_tokenizer_init=True, **SIZES)
+def test_skip_tokenizer_init_takes_and_returns_token_ids(llm):
+    llm_without_tokenizer = LLM(skip_tokenizer_init=True, **STEP_SIZES)
     ids = llm.get_tokenizer().encode(PROMPTS[0])
-    answer = bare.generate({"prompt_token_ids": ids}, GREEDY)[0].outputs[0]
+    answer = llm_without_tokenizer.generate({"prompt_token_ids": ids}, GREEDY)[0].outputs[0]
     assert answer.token_ids[:8] == llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids[:8]
     assert answer.text == ""
-    for act in (lambda: bare.generate("text", GREEDY), bare.get_tokenizer):
+    for call in (
+        lambda: llm_without_tokenizer.generate("text", GREEDY),
+        llm_without_tokenizer.get_tokenizer,
+    ):
         with pytest.raises(RequestError, match="skip_tokenizer_init"):
-            act()
+            call()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
+    ("prompt", "message"),
     [
         ("", "empty"),
         ([], "empty"),
@@ -655,16 +700,18 @@ def test_without_a_tokenizer_ids_go_in_and_out(llm):
         ("word " * 3000, "tokens"),
     ],
 )
-def test_a_bad_prompt_is_one_clear_line_and_the_engine_goes_on(llm, texts, prompt, words):
-    with pytest.raises(RequestError, match=words) as error:
+def test_invalid_prompt_error_is_one_line_and_the_engine_continues(
+    llm, greedy_texts, prompt, message
+):
+    with pytest.raises(RequestError, match=message) as error:
         llm.generate([PROMPTS[0], prompt, PROMPTS[1]], GREEDY)
     assert "\n" not in str(error.value)
     assert not llm.engine.busy
-    assert [o.outputs[0].text for o in llm.generate(PROMPTS[:2], GREEDY)] == texts[:2]
+    assert [o.outputs[0].text for o in llm.generate(PROMPTS[:2], GREEDY)] == greedy_texts[:2]
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"model": "no/such/folder/here"}, "no/such/folder/here"),
         ({"dtype": "int3"}, "int3"),
@@ -677,17 +724,15 @@ def test_a_bad_prompt_is_one_clear_line_and_the_engine_goes_on(llm, texts, promp
         ({"max_logprobs": -2}, "max_logprobs"),
     ],
 )
-def test_a_bad_option_is_one_clear_line(options, words):
-    with pytest.raises(ModelError, match=words) as error:
+def test_invalid_option_error_is_one_line(options, message):
+    with pytest.raises(ModelError, match=message) as error:
         LLM(**options)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_the_options_are_keyword_arguments(kind):
-    """Those of EngineOptions, and what loading needs beside them; an editor and `help()` show
-    them.
-    """
+def test_engine_options_are_documented_keyword_arguments(kind):
+    """The signature has the fields of EngineOptions and those for loading, all with a docstring."""
     parameters = inspect.signature(kind).parameters
     options = {field.name: field for field in fields(EngineOptions)}
     assert set(parameters) == {*options, "progress", "engine"}
@@ -700,7 +745,7 @@ def test_the_options_are_keyword_arguments(kind):
     assert [name for name, *_ in lines] == list(parameters) and all(text for *_, text in lines)
 
 
-def test_an_unknown_option_is_named():
+def test_unknown_option_error_suggests_names():
     with pytest.raises(TypeError, match="bananas'; the options are model, "):
         LLM(bananas=3)
     with pytest.raises(TypeError, match="max_modellen'; did you mean 'max_model_len'"):
@@ -709,23 +754,23 @@ def test_an_unknown_option_is_named():
         LLM(n_ctx=512)
 
 
-def test_without_a_place_for_compiled_steps_none_are_kept(tmp_path, monkeypatch, caplog):
+def test_unwritable_cache_dir_disables_the_compile_cache(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    before = jax.config.jax_compilation_cache_dir
+    cache_dir = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:
         build.use_compile_cache()
         assert jax.config.jax_compilation_cache_dir is None
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-    (said,) = caplog.messages
-    assert said.endswith(
+        jax.config.update("jax_compilation_cache_dir", cache_dir)
+    (message,) = caplog.messages
+    assert message.endswith(
         "quire/jax cannot be made: Not a directory; XDG_CACHE_HOME names another place"
     )
 
 
-def test_an_interrupt_leaves_the_engine_usable(llm, texts, monkeypatch):
+def test_engine_is_usable_after_keyboard_interrupt(llm, greedy_texts, monkeypatch):
     step = llm.engine.step
 
     def interrupt():
@@ -736,14 +781,14 @@ def test_an_interrupt_leaves_the_engine_usable(llm, texts, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert not llm.engine.busy
-    assert [o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY)] == texts
+    assert [o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY)] == greedy_texts
 
 
-async def collect(llm: AsyncLLM, prompt, params, **options) -> list:
+async def collect_outputs(llm: AsyncLLM, prompt, params, **options) -> list:
     return [output async for output in llm.generate(prompt, params, **options)]
 
 
-ENDS = """
+ENDING_SCRIPT = """
 import asyncio, sys
 from quire import LLM, AsyncLLM, SamplingParams
 options = dict(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256, kv_cache_memory_bytes=1 << 24)
@@ -763,83 +808,88 @@ else:
 
 
 @pytest.mark.slow
-def test_pages_are_on_disk_when_the_process_ends(llm, tmp_path):
-    """Nobody has called close().
+def test_pages_are_written_to_disk_at_process_exit(llm, tmp_path):
+    """The script does not call `close()`.
 
-    The host has room for one page, so that the way to the disk is a long one.
+    The host cache has room for one page only, so that writing all pages to disk takes long.
     """
-    program = ENDS.replace(
+    script = ENDING_SCRIPT.replace(
         "PAGE", str(max(whole_page_bytes(llm.engine.config, group, 16, None) for group in (0, 1)))
     )
-    pages = []
+    num_pages = []
     for kind in ("LLM", "AsyncLLM"):
-        run = subprocess.run(
-            [sys.executable, "-c", program, kind, tmp_path], capture_output=True, text=True
+        completed = subprocess.run(
+            [sys.executable, "-c", script, kind, tmp_path], capture_output=True, text=True
         )
-        assert (run.returncode, run.stderr) == (0, "")
-        assert (int(run.stdout) > 0) == bool(pages)  # the second has found what the first one left
-        pages.append(len(list(tmp_path.glob("*.page"))))
-    assert 0 < pages[0] < pages[1]
+        assert (completed.returncode, completed.stderr) == (0, "")
+        # the second script reuses the first one's pages
+        assert (int(completed.stdout) > 0) == bool(num_pages)
+        num_pages.append(len(list(tmp_path.glob("*.page"))))
+    assert 0 < num_pages[0] < num_pages[1]
 
 
-def test_an_engine_that_is_collected_is_closed(tmp_path):
-    llm = LLM(**SIZES, kv_cache_disk=str(tmp_path))
+def test_garbage_collected_llm_closes_its_engine(tmp_path):
+    llm = LLM(**STEP_SIZES, kv_cache_disk=str(tmp_path))
     engine = llm.engine
     llm.generate("Once upon a time there was a girl who had a red ball and a dog. " * 2, GREEDY)
-    kept = LLM(engine=engine)
+    second_llm = LLM(engine=engine)
     del llm
     assert engine.lifecycle.is_closed and list(tmp_path.glob("*.page"))
-    del kept
+    del second_llm
 
 
-def test_async_streams_share_the_engine(texts):
-    llm = AsyncLLM(**SIZES)
-    assert in_a_fork(lambda: asyncio.run(collect(llm, PROMPTS[0], GREEDY))).startswith(
+def test_async_streams_share_the_engine(greedy_texts):
+    llm = AsyncLLM(**STEP_SIZES)
+    assert error_in_fork(lambda: asyncio.run(collect_outputs(llm, PROMPTS[0], GREEDY))).startswith(
         "NotServing: engine: belongs"
     )
 
-    async def kinds():
-        found = {}
+    async def check_output_kinds():
+        outputs = {}
         for kind in RequestOutputKind:
             params = SamplingParams(temperature=0, max_tokens=24, output_kind=kind)
-            found[kind] = await collect(llm, PROMPTS[0], params, priority=1)
-        assert len(found[RequestOutputKind.FINAL_ONLY]) == 1
-        assert found[RequestOutputKind.FINAL_ONLY][0].outputs[0].text == texts[0]
-        assert found[RequestOutputKind.CUMULATIVE][-1].outputs[0].text == texts[0]
-        parts = [answer for part in found[RequestOutputKind.DELTA] for answer in part.outputs]
-        assert "".join(part.text for part in parts) == texts[0] and len(parts) > 1
+            outputs[kind] = await collect_outputs(llm, PROMPTS[0], params, priority=1)
+        assert len(outputs[RequestOutputKind.FINAL_ONLY]) == 1
+        assert outputs[RequestOutputKind.FINAL_ONLY][0].outputs[0].text == greedy_texts[0]
+        assert outputs[RequestOutputKind.CUMULATIVE][-1].outputs[0].text == greedy_texts[0]
+        deltas = [answer for delta in outputs[RequestOutputKind.DELTA] for answer in delta.outputs]
+        assert "".join(delta.text for delta in deltas) == greedy_texts[0] and len(deltas) > 1
 
-    asyncio.run(kinds())
+    asyncio.run(check_output_kinds())
 
-    async def scenario():
-        results = await asyncio.gather(*(collect(llm, prompt, GREEDY) for prompt in PROMPTS * 5))
-        assert [outputs[-1].outputs[0].text for outputs in results] == texts * 5
+    async def check_concurrent_requests():
+        results = await asyncio.gather(
+            *(collect_outputs(llm, prompt, GREEDY) for prompt in PROMPTS * 5)
+        )
+        assert [outputs[-1].outputs[0].text for outputs in results] == greedy_texts * 5
         assert all(outputs[-1].finished and not outputs[0].finished for outputs in results)
 
         with pytest.raises(RequestError, match="empty"):
-            await collect(llm, "", GREEDY)
+            await collect_outputs(llm, "", GREEDY)
         with pytest.raises(RequestError, match="at most"):
-            await collect(llm, [1] * 5000, GREEDY)
+            await collect_outputs(llm, [1] * 5000, GREEDY)
 
-        long = SamplingParams(max_tokens=900, ignore_eos=True)
-        async for _ in llm.generate(PROMPTS[0], long):
-            break  # the reader goes away
-        task = asyncio.create_task(collect(llm, PROMPTS[0], long))
+        long_params = SamplingParams(max_tokens=900, ignore_eos=True)
+        async for _ in llm.generate(PROMPTS[0], long_params):
+            break  # the client stops reading
+        task = asyncio.create_task(collect_outputs(llm, PROMPTS[0], long_params))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-        watched = asyncio.create_task(collect(llm, PROMPTS[0], long, request_id="mine"))
+        aborted = asyncio.create_task(
+            collect_outputs(llm, PROMPTS[0], long_params, request_id="mine")
+        )
         while "mine" not in llm.thread.outbox.listeners:
             await asyncio.sleep(0.01)
         with pytest.raises(RequestError, match="mine"):
-            await collect(llm, PROMPTS[0], GREEDY, request_id="mine")
+            await collect_outputs(llm, PROMPTS[0], GREEDY, request_id="mine")
         await llm.abort("mine")
-        assert (await watched)[-1].outputs[0].finish_reason == "abort"
+        assert (await aborted)[-1].outputs[0].finish_reason == "abort"
 
-        outputs = await collect(llm, PROMPTS[1], GREEDY)
-        assert outputs[-1].outputs[0].text == texts[1]
+        outputs = await collect_outputs(llm, PROMPTS[1], GREEDY)
+        assert outputs[-1].outputs[0].text == greedy_texts[1]
         for _ in range(200):
             if not llm.engine.busy:
                 break
@@ -848,7 +898,7 @@ def test_async_streams_share_the_engine(texts):
         assert not llm.engine.requests
         assert not llm.thread.outbox.listeners
 
-    asyncio.run(scenario())
+    asyncio.run(check_concurrent_requests())
     llm.close()
     with pytest.raises(RequestError, match="closed"):
-        asyncio.run(collect(llm, PROMPTS[0], GREEDY))
+        asyncio.run(collect_outputs(llm, PROMPTS[0], GREEDY))

@@ -1,4 +1,4 @@
-"""What loading says while it goes on, and where it takes the weights from."""
+"""Progress messages while a model is loaded, and the source of its weights."""
 
 import pytest
 
@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 class Terminal:
-    """A stderr that is one, and remembers what it showed."""
+    """A stderr that is a terminal and keeps the text written to it."""
 
     def __init__(self):
         self.text = ""
@@ -29,56 +29,59 @@ class Terminal:
         pass
 
 
-def test_a_terminal_shows_each_stage(monkeypatch):
+def test_loading_stages_are_shown_on_a_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     with stages(None) as note:
         note("loading weights")
     assert "loading weights" in terminal.text
-    told = []
-    before = terminal.text
-    with stages(told.append) as note:
+    notes = []
+    text_before = terminal.text
+    with stages(notes.append) as note:
         note("reading config")
-    assert told == ["reading config"] and terminal.text == before
+    assert notes == ["reading config"] and terminal.text == text_before
 
 
-def test_nothing_is_shown_where_nobody_sees_it(capsys):
+def test_loading_stages_are_hidden_without_a_terminal(capsys):
     with stages(None) as note:
         note("loading weights")
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_first_start_says_that_it_compiles_kernels(monkeypatch, first):
-    class Built:
+@pytest.mark.parametrize("is_first_start", [True, False])
+def test_first_start_reports_kernel_compilation(monkeypatch, is_first_start):
+    class KernelBuild:
         def result(self) -> bool:
-            return first
+            return is_first_start
 
-    monkeypatch.setattr(build.native, "prepare", lambda names: Built())
-    told: list[str] = []
+    monkeypatch.setattr(build.native, "prepare", lambda names: KernelBuild())
+    notes: list[str] = []
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "load_format": "dummy"}
-    llm = LLM(progress=told.append, **options)
-    assert told[:2] == ["reading config", "loading weights"]
+    llm = LLM(progress=notes.append, **options)
+    assert notes[:2] == ["reading config", "loading weights"]
     assert all(
-        said.startswith("first start: compiling kernels and the step") == first for said in told[2:]
+        message.startswith("first start: compiling kernels and the step") == is_first_start
+        for message in notes[2:]
     )
-    (one,) = llm.generate("Once", GREEDY)
-    if first:  # the weights are random, but the same each time
+    (output,) = llm.generate("Once", GREEDY)
+    if is_first_start:  # the weights are random, but the same each time
         assert (
             LLM(**options).generate("Once", GREEDY)[0].outputs[0].token_ids
-            == one.outputs[0].token_ids
+            == output.outputs[0].token_ids
         )
 
 
-def test_random_weights_need_no_files(monkeypatch):
-    asked = []
-    monkeypatch.setattr(hub, "resolve", lambda model, files, *rest: asked.append(files))
+def test_dummy_load_format_downloads_no_weights(monkeypatch):
+    requested_files = []
+    monkeypatch.setattr(
+        hub, "resolve", lambda model, files, *arguments: requested_files.append(files)
+    )
     for load_format in ("auto", "safetensors", "dummy"):
         build.folder_of(EngineOptions(load_format=load_format))
-    assert asked == [hub.FILES, hub.FILES, hub.WITHOUT_WEIGHTS]
+    assert requested_files == [hub.FILES, hub.FILES, hub.WITHOUT_WEIGHTS]
 
 
-def test_other_formats_are_named():
+def test_invalid_load_format_and_hf_overrides_are_refused():
     with pytest.raises(
         ModelError, match="load_format is 'gguf'; it can be auto, safetensors, dummy"
     ):

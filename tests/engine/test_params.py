@@ -1,6 +1,4 @@
-"""Sampling parameters at the door: what is accepted and how it is kept, and one clear line for the
-rest.
-"""
+"""Validation of sampling parameters: accepted values, and one-line errors for all others."""
 
 import copy
 import dataclasses
@@ -22,7 +20,7 @@ from quire.serving.api.structured import StructuredOutputsParams
 
 INFINITY = float("inf")
 NAN = float("nan")
-INTEGERS = {  # field: (least, most, default)
+INTEGERS = {  # field: (lowest, highest, default)
     "n": (1, 128, 1),
     "best_of": (1, 128, None),  # n bounds it
     "top_k": (-1, 2**31 - 1, 0),
@@ -51,21 +49,21 @@ LISTS = ("stop", "stop_token_ids", "bad_words")
 OTHERS = ("logit_bias", "allowed_token_ids", "structured_outputs", "logprob_token_ids")
 
 
-def make(**fields: Any) -> SamplingParams:
-    """Fields of any type: what is wrong is found when it runs."""
+def make_params(**fields: Any) -> SamplingParams:
+    """Makes SamplingParams from untyped fields."""
     return SamplingParams(**fields)
 
 
-def refused(**fields) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        make(**fields)
-    error = caught.value
+def refusal(**fields) -> RequestError:
+    with pytest.raises(RequestError) as error_info:
+        make_params(**fields)
+    error = error_info.value
     assert "\n" not in str(error) and len(str(error)) < 250
     assert str(error).startswith(f"{error.param}: ")
     return error
 
 
-def test_every_field_is_known_to_these_tests():
+def test_all_fields_are_tested_here():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert names == {*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS, "output_kind"}
 
@@ -89,15 +87,20 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integers(name):
-    least, most, default = INTEGERS[name]
-    for value in (least, most, np.int64(most), np.int32(least) if abs(least) < 2**31 else least):
-        kept = getattr(make(**{name: value}), name)
-        assert kept == max(value, 0) if name == "top_k" else kept == value
-        assert type(kept) is int
+def test_integer_fields(name):
+    lowest, highest, default = INTEGERS[name]
     for value in (
-        least - 1,
-        most + 1,
+        lowest,
+        highest,
+        np.int64(highest),
+        np.int32(lowest) if abs(lowest) < 2**31 else lowest,
+    ):
+        value_set = getattr(make_params(**{name: value}), name)
+        assert value_set == max(value, 0) if name == "top_k" else value_set == value
+        assert type(value_set) is int
+    for value in (
+        lowest - 1,
+        highest + 1,
         2**63,
         10**400,
         10**5000,
@@ -110,16 +113,16 @@ def test_integers(name):
         b"1",
     ):
         if name == "prompt_logprobs" and value is True:  # vLLM's clients send it
-            assert make(prompt_logprobs=True).prompt_logprobs == 1
+            assert make_params(prompt_logprobs=True).prompt_logprobs == 1
             continue
-        assert refused(**{name: value}).param == name
+        assert refusal(**{name: value}).param == name
     if default is None or name == "max_tokens":
-        assert getattr(make(**{name: None}), name) is None
+        assert getattr(make_params(**{name: None}), name) is None
     else:
-        assert "got None" in str(refused(**{name: None}))
+        assert "got None" in str(refusal(**{name: None}))
 
 
-def test_they_can_stand_in_vllms_order():
+def test_positional_arguments_have_vllms_order():
     params = SamplingParams(2, 0.5, 0.25, 1.5, 0.7, 0.9, 40, 0.1, 7, "END", [3], True, 64, 2, 5, 1)
     names = (
         "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k "
@@ -132,42 +135,44 @@ def test_they_can_stand_in_vllms_order():
         SamplingParams(*values, False)
 
 
-def test_every_field_is_explained():
+def test_all_fields_are_documented():
     lines = [line.partition(": ") for line in (SamplingParams.__doc__ or "").splitlines()[2:]]
     assert [name for name, *_ in lines] == [
         field.name for field in dataclasses.fields(SamplingParams)
     ]
     assert all(text for *_, text in lines)
-    shape = [line.strip() for line in (StructuredOutputsParams.__doc__ or "").splitlines()[2:]]
-    fields = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
+    structure_lines = [
+        line.strip() for line in (StructuredOutputsParams.__doc__ or "").splitlines()[2:]
+    ]
+    structure_fields = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
     assert (
-        [line.partition(": ")[0] for line in shape if line]
-        == fields
+        [line.partition(": ")[0] for line in structure_lines if line]
+        == structure_fields
         == [*structured.SHAPES, *structured.SPACING]
     )
 
 
-def test_a_clone_is_the_same_and_another():
-    params = make(temperature=0.5, stop=["a"], structured_outputs={"regex": "a+"})
+def test_clone_is_an_equal_copy():
+    params = make_params(temperature=0.5, stop=["a"], structured_outputs={"regex": "a+"})
     twin = params.clone()
     assert twin == params and twin is not params
 
 
 def test_output_kinds():
-    assert make().output_kind is RequestOutputKind.CUMULATIVE
-    assert make(output_kind=RequestOutputKind.DELTA).output_kind is RequestOutputKind.DELTA
+    assert make_params().output_kind is RequestOutputKind.CUMULATIVE
+    assert make_params(output_kind=RequestOutputKind.DELTA).output_kind is RequestOutputKind.DELTA
     for value in ("DELTA", 1, None):
-        assert refused(output_kind=value).param == "output_kind"
+        assert refusal(output_kind=value).param == "output_kind"
 
 
-def test_structured_outputs_have_a_class():
+def test_structured_outputs_params_class():
     for fields in (
         {"json": {"type": "object"}},
         {"choice": ["a", "b"]},
         {"json_object": True},
         {"regex": "a+"},
     ):
-        assert make(structured_outputs=StructuredOutputsParams(**fields)) == make(
+        assert make_params(structured_outputs=StructuredOutputsParams(**fields)) == make_params(
             structured_outputs=fields
         )
     for fields in ({}, {"regex": "a", "choice": ["b"]}, {"regex": ""}):
@@ -176,14 +181,14 @@ def test_structured_outputs_have_a_class():
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers(name):
-    least, most, _ = NUMBERS[name]
-    for value in (least, most, (least + most) / 2, np.float32(1)):
-        kept = getattr(make(**{name: value}), name)
-        assert kept == float(value) and type(kept) is float
+def test_float_fields(name):
+    lowest, highest, _ = NUMBERS[name]
+    for value in (lowest, highest, (lowest + highest) / 2, np.float32(1)):
+        value_set = getattr(make_params(**{name: value}), name)
+        assert value_set == float(value) and type(value_set) is float
     for value in (
-        least - 0.001,
-        most + 0.001,
+        lowest - 0.001,
+        highest + 0.001,
         -1e400,
         1e400,
         NAN,
@@ -195,100 +200,100 @@ def test_numbers(name):
         [1.0],
         1j,
     ):
-        assert refused(**{name: value}).param == name
+        assert refusal(**{name: value}).param == name
 
 
 def test_temperatures_that_float32_cannot_divide_by_are_refused():
-    assert make(temperature=1e-6).temperature == 1e-6
-    assert "0 (greedy)" in str(refused(temperature=1e-40))
+    assert make_params(temperature=1e-6).temperature == 1e-6
+    assert "0 (greedy)" in str(refusal(temperature=1e-40))
     assert (
-        str(refused(temperature=-1))
+        str(refusal(temperature=-1))
         == "temperature: must be a number from 0 to 100 (0 is greedy), got -1"
     )
     assert (
-        str(refused(top_p=0)) == "top_p: must be a number above 0 and at most 1 (1 is off), got 0"
+        str(refusal(top_p=0)) == "top_p: must be a number above 0 and at most 1 (1 is off), got 0"
     )
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_switches(name):
-    assert getattr(make(**{name: True}), name) is True
+def test_boolean_fields(name):
+    assert getattr(make_params(**{name: True}), name) is True
     for value in (0, 1, None, "true", [], NAN):
-        assert refused(**{name: value}).param == name
+        assert refusal(**{name: value}).param == name
 
 
 def test_top_k_off_is_zero():
-    assert make(top_k=-1).top_k == make(top_k=0).top_k == 0
+    assert make_params(top_k=-1).top_k == make_params(top_k=0).top_k == 0
 
 
 def test_stop_strings():
-    assert make(stop="END").stop == ("END",)
-    assert make(stop=["a", "日\n"]).stop == ("a", "日\n")
-    assert make(stop=None).stop == make(stop=[]).stop == ()
-    assert len(make(stop=["x" * 1024] * 64).stop) == 64
-    assert refused(stop="").param == "stop[0]"
-    assert refused(stop=["a", ""]).param == "stop[1]"
-    assert refused(stop=["a", 5]).param == "stop[1]"
-    assert refused(stop=["x" * 1025]).param == "stop[0]"
-    assert "surrogate" in str(refused(stop=["\ud83d"]))
-    assert "at most 64" in str(refused(stop=["x"] * 65))
+    assert make_params(stop="END").stop == ("END",)
+    assert make_params(stop=["a", "日\n"]).stop == ("a", "日\n")
+    assert make_params(stop=None).stop == make_params(stop=[]).stop == ()
+    assert len(make_params(stop=["x" * 1024] * 64).stop) == 64
+    assert refusal(stop="").param == "stop[0]"
+    assert refusal(stop=["a", ""]).param == "stop[1]"
+    assert refusal(stop=["a", 5]).param == "stop[1]"
+    assert refusal(stop=["x" * 1025]).param == "stop[0]"
+    assert "surrogate" in str(refusal(stop=["\ud83d"]))
+    assert "at most 64" in str(refusal(stop=["x"] * 65))
     for value in (5, True, {"a": 1}, b"end", NAN):
-        assert refused(stop=value).param == "stop"
-    assert "detokenize=True" in str(refused(stop="x", detokenize=False))
+        assert refusal(stop=value).param == "stop"
+    assert "detokenize=True" in str(refusal(stop="x", detokenize=False))
 
 
 def test_bad_words():
-    assert make(bad_words=["a", " b"]).bad_words == ("a", " b")
-    assert refused(bad_words="word").param == "bad_words"
-    assert refused(bad_words=[""]).param == "bad_words[0]"
-    assert refused(bad_words=["a"] * 65).param == "bad_words"
+    assert make_params(bad_words=["a", " b"]).bad_words == ("a", " b")
+    assert refusal(bad_words="word").param == "bad_words"
+    assert refusal(bad_words=[""]).param == "bad_words[0]"
+    assert refusal(bad_words=["a"] * 65).param == "bad_words"
 
 
 def test_token_ids():
-    assert make(stop_token_ids=[3, 0]).stop_token_ids == (3, 0)
-    assert make(allowed_token_ids=np.array([5, 7])).allowed_token_ids == (5, 7)
-    assert make(allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)
-    assert "at least one" in str(refused(allowed_token_ids=[]))
+    assert make_params(stop_token_ids=[3, 0]).stop_token_ids == (3, 0)
+    assert make_params(allowed_token_ids=np.array([5, 7])).allowed_token_ids == (5, 7)
+    assert make_params(allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)
+    assert "at least one" in str(refusal(allowed_token_ids=[]))
     for name in ("stop_token_ids", "allowed_token_ids"):
         for value in (-1, 2**31, 1.0, True, "1", None):
-            assert refused(**{name: [0, value]}).param == f"{name}[1]"
-        assert refused(**{name: 5}).param == name
-        assert refused(**{name: "5"}).param == name
-    assert refused(stop_token_ids=range(257)).param == "stop_token_ids"
+            assert refusal(**{name: [0, value]}).param == f"{name}[1]"
+        assert refusal(**{name: 5}).param == name
+        assert refusal(**{name: "5"}).param == name
+    assert refusal(stop_token_ids=range(257)).param == "stop_token_ids"
 
 
 def test_logit_bias():
     given_bias = {"5": 1, 6: -100.0, np.int64(7): np.float32(0.5)}
-    bias = make(logit_bias=given_bias).logit_bias
+    bias = make_params(logit_bias=given_bias).logit_bias
     assert bias == {5: 1.0, 6: -100.0, 7: 0.5}
     given_bias["5"] = 99
     assert bias == {5: 1.0, 6: -100.0, 7: 0.5}
     for key in ("x", "-1", "1.0", -1, 1.5, True, None, 2**31, "9" * 30, "٣"):
-        assert refused(logit_bias={key: 1.0}).param == "logit_bias"
-    every = str(refused(logit_bias={"b": 1.0, "5": 1.0, "a": 1.0}))
-    assert every == "logit_bias: must have token ids as keys, got ['a', 'b']"
+        assert refusal(logit_bias={key: 1.0}).param == "logit_bias"
+    message = str(refusal(logit_bias={"b": 1.0, "5": 1.0, "a": 1.0}))
+    assert message == "logit_bias: must have token ids as keys, got ['a', 'b']"
     for value in (100.1, -101, NAN, INFINITY, "1", None, True):
-        assert refused(logit_bias={5: value}).param == "logit_bias[5]"
+        assert refusal(logit_bias={5: value}).param == "logit_bias[5]"
     for value in ([5, 1.0], 5, "5"):
-        assert refused(logit_bias=value).param == "logit_bias"
-    assert "1025 entries" in str(refused(logit_bias=dict.fromkeys(range(1025), 0.0)))
+        assert refusal(logit_bias=value).param == "logit_bias"
+    assert "1025 entries" in str(refusal(logit_bias=dict.fromkeys(range(1025), 0.0)))
 
 
 def test_min_tokens_is_at_most_max_tokens():
-    assert make(min_tokens=16).min_tokens == 16
-    assert make(min_tokens=100, max_tokens=None).min_tokens == 100
+    assert make_params(min_tokens=16).min_tokens == 16
+    assert make_params(min_tokens=100, max_tokens=None).min_tokens == 100
     assert (
-        str(refused(min_tokens=9, max_tokens=8))
+        str(refusal(min_tokens=9, max_tokens=8))
         == "min_tokens: must be at most max_tokens (8), got 9"
     )
 
 
-def test_unknown_names():
+def test_unknown_fields_are_refused_with_a_suggestion():
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
-    with pytest.raises(RequestError, match="did you mean 'temperature'") as caught:
+    with pytest.raises(RequestError, match="did you mean 'temperature'") as error_info:
         SamplingParams.from_dict({"top_p": 0.5, "temprature": 1.0})
-    assert caught.value.param == "temprature"
+    assert error_info.value.param == "temprature"
     with pytest.raises(RequestError, match="the known fields are .*top_p"):
         SamplingParams.from_dict({"zzzz": 1})
     with pytest.raises(RequestError, match="unknown field"):
@@ -297,7 +302,7 @@ def test_unknown_names():
         SamplingParams.from_dict([("n", 1)])  # type: ignore[arg-type]
 
 
-def test_arguments_that_there_are_not():
+def test_unknown_arguments_and_assignment_name_alternatives():
     with pytest.raises(
         TypeError, match="SamplingParams has no 'temprature'; did you mean 'temperature'"
     ):
@@ -314,18 +319,18 @@ def test_arguments_that_there_are_not():
 
 def test_from_dict():
     fields = {"n": 2, "stop": "x", "logit_bias": {"3": 1}, "seed": None}
-    assert SamplingParams.from_dict(fields) == make(n=2, stop=["x"], logit_bias={3: 1.0})
+    assert SamplingParams.from_dict(fields) == make_params(n=2, stop=["x"], logit_bias={3: 1.0})
 
 
 def test_params_and_errors_survive_copies():
-    params = make(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[3])
+    params = make_params(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[3])
     for twin in (
         copy.deepcopy(params),
         pickle.loads(pickle.dumps(params)),
         dataclasses.replace(params),
     ):
         assert twin == params
-    error = refused(n=0)
+    error = refusal(n=0)
     for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (str(twin), twin.param) == (str(error), "n")
     assert isinstance(error, ValueError)
@@ -343,9 +348,9 @@ ANYTHING = st.recursive(
         st.sampled_from([*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS]), ANYTHING, max_size=3
     )
 )
-def test_any_value_is_kept_or_refused_by_name(fields):
+def test_any_value_is_accepted_or_refused_by_name(fields):
     try:
-        params = make(**fields)
+        params = make_params(**fields)
     except RequestError as error:
         assert error.param.split("[")[0].split(".")[0] in [*fields, "min_tokens"]
         assert "\n" not in str(error) and str(error).isascii()
@@ -355,7 +360,7 @@ def test_any_value_is_kept_or_refused_by_name(fields):
     hash((params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids))
 
 
-SHAPES = st.dictionaries(
+STRUCTURES = st.dictionaries(
     st.sampled_from(
         [
             "json",
@@ -373,19 +378,19 @@ SHAPES = st.dictionaries(
 )
 
 
-@given(SHAPES)
-def test_any_form_is_kept_or_refused_by_name(shape):
+@given(STRUCTURES)
+def test_any_structure_is_accepted_or_refused_by_name(fields):
     try:
-        kept = make(structured_outputs=shape).structured_outputs
+        structure = make_params(structured_outputs=fields).structured_outputs
     except RequestError as error:
         assert error.param.startswith("structured_outputs") and len(str(error)) < 300
         assert "\n" not in str(error) and str(error).isascii()
         return
-    assert make(structured_outputs=kept).structured_outputs == kept
-    assert all(isinstance(value, str | tuple | bool) for value in kept.values())
+    assert make_params(structured_outputs=structure).structured_outputs == structure
+    assert all(isinstance(value, str | tuple | bool) for value in structure.values())
 
 
-def test_results():
+def test_output_classes():
     answer = CompletionOutput(0, "text", (1, 2), -1.5, [{1: Logprob(-0.5, 1, "te")}])
     assert not answer.finished
     assert dataclasses.replace(answer, finish_reason="stop").finished
@@ -397,7 +402,7 @@ def test_results():
     assert (result.prompt_logprobs, result.num_cached_tokens, result.finished) == (None, 0, True)
 
 
-def test_requests_need_no_jax():
+def test_params_and_outputs_import_no_jax():
     code = (
         "import sys, quire.serving.api.params, quire.serving.api.outputs; sys.exit('jax' in "
         "sys.modules)"

@@ -1,6 +1,4 @@
-"""Embeddings: the hidden states that the decoder gives without a cache, to the same bits in any
-company.
-"""
+"""Embeddings of decoders: they match a decoder without a KV cache, and are batch invariant."""
 
 import random
 from functools import partial
@@ -23,7 +21,7 @@ from quire.serving.request.pooling import PARAMS, Pool, embedding
 from quire.tests.support import uncached
 from quire.tests.support.cases import cases
 
-LENGTH = 256
+MAX_LEN = 256
 TEXTS = [
     "Once upon a time",
     "A dog ran home.",
@@ -33,72 +31,91 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """quill in float32, with steps of at most 48 rows, so that prompts come in chunks."""
+def warm_runner():
+    """The runner of quill in float32; steps have at most 48 tokens, so that prompts are chunked."""
     folder = hub.resolve(None)
-    config = loader.read_config(folder, "float32", LENGTH)
+    config = loader.read_config(folder, "float32", MAX_LEN)
     shape = StepShape.largest(8, 48, 16)
     weights = loader.load(folder, config)
-    runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH)
+    runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, MAX_LEN)
     runner.warm_up()
     return runner
 
 
 @pytest.fixture(scope="module")
-def oracle(compiled):
-    """The final hidden states [T, D] of a prompt, without a cache."""
-    states = jax.jit(partial(uncached.hidden_states, config=compiled.config))
+def oracle(warm_runner):
+    """Computes the final hidden states [T, D] of a prompt without a KV cache."""
+    hidden_states = jax.jit(partial(uncached.hidden_states, config=warm_runner.config))
 
-    def run(tokens: list[int]) -> np.ndarray:
-        padded = np.zeros((1, LENGTH), np.int32)
+    def final_hidden_states(tokens: list[int]) -> np.ndarray:
+        padded = np.zeros((1, MAX_LEN), np.int32)
         padded[0, : len(tokens)] = tokens
-        return np.asarray(states(compiled.weights, padded), np.float64)[0, : len(tokens)]
+        return np.asarray(hidden_states(warm_runner.weights, padded), np.float64)[0, : len(tokens)]
 
-    return run
+    return final_hidden_states
 
 
-def engine_of(old: Runner, num_pages: int = 400) -> Engine:
-    runner = Runner(old.config, old.weights, old.shape, old.num_pages, 16, LENGTH)
-    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
+def make_engine(warm_runner: Runner, num_pages: int = 400) -> Engine:
+    runner = Runner(
+        warm_runner.config,
+        warm_runner.weights,
+        warm_runner.shape,
+        warm_runner.num_pages,
+        16,
+        MAX_LEN,
+    )
+    runner.compiled, runner.page_copier.programs = (
+        warm_runner.compiled,
+        warm_runner.page_copier.programs,
+    )
     return Engine(
-        runner, None, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH
+        runner,
+        None,
+        [PageTable((num_pages,) * len(warm_runner.num_pages), 16, warm_runner.config.windows)],
+        MAX_LEN,
     )
 
 
-def serve(
+def serve_requests(
     engine: Engine, requests: dict[str, tuple], rng: random.Random | None = None
 ) -> dict[str, RequestOutput]:
-    """Every result; with `rng` the requests arrive one after the other."""
-    got = {}
+    """Returns all outputs; with `rng`, requests arrive over several steps."""
+    added_requests = {}
     waiting = list(requests)
     while waiting or engine.busy:
         while waiting and (rng is None or rng.random() < 0.5):
             name = waiting.pop(0)
             tokens, params, pooling = requests[name]
-            got[name] = engine.add(name, tokens, params, pooling=pooling)
+            added_requests[name] = engine.add(name, tokens, params, pooling=pooling)
         engine.step()
         engine.scheduler.check()
-    return {name: request.output() for name, request in got.items()}
+    return {name: request.output() for name, request in added_requests.items()}
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.slow
-def test_embeddings_are_the_decoders(compiled, oracle, pooling):
+def test_embeddings_match_the_uncached_decoder(warm_runner, oracle, pooling):
     rng = random.Random(1)
-    engine = engine_of(compiled)
+    engine = make_engine(warm_runner)
     for length in (1, 2, 15, 16, 17, 47, 48, 49, 200, 255):
         tokens = [rng.randrange(1280) for _ in range(length)]
-        output = serve(engine, {"a": (tokens, PARAMS, pooling)})["a"]
-        states = oracle(tokens)
-        expected = {"last": states[-1], "cls": states[0], "mean": states.mean(axis=0)}[pooling]
+        output = serve_requests(engine, {"a": (tokens, PARAMS, pooling)})["a"]
+        hidden_states = oracle(tokens)
+        expected = {
+            "last": hidden_states[-1],
+            "cls": hidden_states[0],
+            "mean": hidden_states.mean(axis=0),
+        }[pooling]
         np.testing.assert_allclose(
-            output.pooled, expected, rtol=0, atol=2e-5 * np.abs(states).max()
+            output.pooled, expected, rtol=0, atol=2e-5 * np.abs(hidden_states).max()
         )
         vector = np.array(embedding(output).outputs.embedding)
         np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=1e-5)
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
-        short = np.array(embedding(output, 7).outputs.embedding)
-        np.testing.assert_allclose(short, expected[:7] / np.linalg.norm(expected[:7]), atol=1e-4)
+        shortened = np.array(embedding(output, 7).outputs.embedding)
+        np.testing.assert_allclose(
+            shortened, expected[:7] / np.linalg.norm(expected[:7]), atol=1e-4
+        )
         answer = output.outputs[0]
         assert (list(answer.token_ids), answer.finish_reason, output.prompt_logprobs) == (
             [],
@@ -109,59 +126,62 @@ def test_embeddings_are_the_decoders(compiled, oracle, pooling):
 
 @pytest.mark.random
 @pytest.mark.slow
-def test_company_changes_no_bit(compiled):
-    """With answers being written, prompts that begin alike, and pages so short that some give way
-    in the middle.
-    """
+def test_embeddings_are_batch_invariant(warm_runner):
+    """With generation in the same batch, shared prefixes, and preemptions as pages are short."""
     rng = random.Random(3)
-    seen = {"cached": 0, "gave way": 0}
-    recompiled = compiled.compiles.recompiles
-    for turn in range(cases(12, 6)):
+    counts = {"cached": 0, "preemptions": 0}
+    recompiles = warm_runner.compiles.recompiles
+    for seed in range(cases(12, 6)):
         requests = {}
         prompts = []
         for index in range(8):
-            start = (
+            prefix = (
                 rng.choice(prompts)[: rng.randint(0, 100)] if prompts and rng.random() < 0.5 else []
             )
             prompts.append(
-                (start + [rng.randrange(1280) for _ in range(rng.choice((1, 17, 60, 190)))])[
-                    : LENGTH - 60
+                (prefix + [rng.randrange(1280) for _ in range(rng.choice((1, 17, 60, 190)))])[
+                    : MAX_LEN - 60
                 ]
             )
-            written = SamplingParams(
+            sampling_params = SamplingParams(
                 temperature=0, max_tokens=50, logprobs=1, ignore_eos=True, detokenize=False
             )
             pooling = rng.choice((None, "last", "mean", "cls"))
-            requests[str(index)] = (prompts[-1], written if pooling is None else PARAMS, pooling)
+            requests[str(index)] = (
+                prompts[-1],
+                sampling_params if pooling is None else PARAMS,
+                pooling,
+            )
         expected = {
-            name: serve(engine_of(compiled), {name: own})[name] for name, own in requests.items()
+            name: serve_requests(make_engine(warm_runner), {name: request})[name]
+            for name, request in requests.items()
         }
-        for engine in (engine_of(compiled), engine_of(compiled, rng.randint(17, 20))):
-            for name, output in serve(engine, requests, random.Random(turn)).items():
+        for engine in (make_engine(warm_runner), make_engine(warm_runner, rng.randint(17, 20))):
+            for name, output in serve_requests(engine, requests, random.Random(seed)).items():
                 assert output.outputs == expected[name].outputs
                 if requests[name][2] is not None:
                     np.testing.assert_array_equal(output.pooled, expected[name].pooled)
-                    seen["cached"] += output.num_cached_tokens
-                    seen["gave way"] += output.metrics.num_preemptions
-    assert seen["cached"] > 0 and seen["gave way"] > 0
-    assert compiled.compiles.recompiles == recompiled
+                    counts["cached"] += output.num_cached_tokens
+                    counts["preemptions"] += output.metrics.num_preemptions
+    assert counts["cached"] > 0 and counts["preemptions"] > 0
+    assert warm_runner.compiles.recompiles == recompiles
 
 
-def test_rows_that_come_again_count_once():
+def test_recomputed_positions_are_pooled_once():
     rows = np.random.default_rng(0).standard_normal((9, 4)).astype(np.float32)
-    whole = Pool("mean", range(9))
-    again = Pool("mean", range(9))
+    pool = Pool("mean", range(9))
+    repeating_pool = Pool("mean", range(9))
     for position, row in enumerate(rows):
-        assert whole.vector() is None
-        whole.add(position, row)
+        assert pool.vector() is None
+        pool.add(position, row)
     for position in (0, 1, 2, 0, 1, 2, 3, 4, 2, 3, 5, 6, 7, 8):
-        again.add(position, rows[position])
-    np.testing.assert_array_equal(whole.vector(), again.vector())
-    np.testing.assert_allclose(whole.vector(), rows.mean(axis=0), atol=1e-6)
+        repeating_pool.add(position, rows[position])
+    np.testing.assert_array_equal(pool.vector(), repeating_pool.vector())
+    np.testing.assert_allclose(pool.vector(), rows.mean(axis=0), atol=1e-6)
 
 
-def test_an_embedding_that_failed_is_none(compiled):
-    engine = engine_of(compiled)
+def test_aborted_request_has_no_embedding(warm_runner):
+    engine = make_engine(warm_runner)
     request = engine.add("a", [1] * 100, PARAMS, pooling="mean")
     engine.step()
     engine.abort("a")
@@ -173,53 +193,54 @@ def test_an_embedding_that_failed_is_none(compiled):
     assert all(group.num_free == group.num_pages - 1 for group in engine.tables[0].pools)
 
 
-def test_nobody_else_fetches_hidden_states(compiled, monkeypatch):
-    engine = engine_of(compiled)
-    fetched = []
+def test_hidden_states_are_fetched_for_embeddings_only(warm_runner, monkeypatch):
+    engine = make_engine(warm_runner)
+    has_hidden_states = []
     collect = engine.runner.collect
 
-    def watch(step):
+    def record_collect(step):
         result = collect(step)
-        fetched.append(result.hidden_RD is not None)
+        has_hidden_states.append(result.hidden_RD is not None)
         return result
 
-    monkeypatch.setattr(engine.runner, "collect", watch)
-    serve(
+    monkeypatch.setattr(engine.runner, "collect", record_collect)
+    serve_requests(
         engine,
         {"a": ([1, 2, 3], SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1), None)},
     )
-    assert fetched and not any(fetched)
-    serve(engine, {"b": ([1, 2, 3], PARAMS, "last")})
-    assert fetched[-1]
+    assert has_hidden_states and not any(has_hidden_states)
+    serve_requests(engine, {"b": ([1, 2, 3], PARAMS, "last")})
+    assert has_hidden_states[-1]
 
 
-def test_embed_takes_what_generate_takes():
+def test_embed_options_and_prompt_types():
     llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, dtype="float32")
-    found = llm.embed(TEXTS, use_tqdm=False)
+    outputs = llm.embed(TEXTS, use_tqdm=False)
     tokens = [llm.get_tokenizer().encode(text) for text in TEXTS]
-    assert [list(output.prompt_token_ids) for output in found] == tokens
-    assert llm.encode(tokens, use_tqdm=False)[1].outputs == found[1].outputs
+    assert [list(output.prompt_token_ids) for output in outputs] == tokens
+    assert llm.encode(tokens, use_tqdm=False)[1].outputs == outputs[1].outputs
     assert (
         llm.embed({"prompt": TEXTS[1], "cache_salt": "a"}, use_tqdm=False)[0].outputs
-        == found[1].outputs
+        == outputs[1].outputs
     )
-    short = llm.embed(TEXTS, use_tqdm=False, dimensions=8)
-    for whole, part in zip(found, short, strict=True):
-        expected = np.array(whole.outputs.embedding[:8])
+    shortened_outputs = llm.embed(TEXTS, use_tqdm=False, dimensions=8)
+    for full_output, shortened in zip(outputs, shortened_outputs, strict=True):
+        expected = np.array(full_output.outputs.embedding[:8])
         np.testing.assert_allclose(
-            part.outputs.embedding, expected / np.linalg.norm(expected), atol=1e-5
+            shortened.outputs.embedding, expected / np.linalg.norm(expected), atol=1e-5
         )
-    for wrong in (0, 193, -1, 2.0, True, "8"):
+    for dimensions in (0, 193, -1, 2.0, True, "8"):
         with pytest.raises(RequestError, match="dimensions"):
-            llm.embed(TEXTS, dimensions=wrong)
+            llm.embed(TEXTS, dimensions=dimensions)
     with pytest.raises(RequestError, match="prompt"):
         llm.embed(["", "x"])
     assert not llm.engine.busy
-    mean = LLM(max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", pooling="mean")
-    for tokens, alike in (([7], True), ([7, 8], False)):
-        one, other = (
-            each.embed([tokens], use_tqdm=False)[0].outputs.embedding for each in (llm, mean)
+    mean_llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", pooling="mean")
+    for tokens, is_equal in (([7], True), ([7, 8], False)):
+        last_embedding, mean_embedding = (
+            pooling_llm.embed([tokens], use_tqdm=False)[0].outputs.embedding
+            for pooling_llm in (llm, mean_llm)
         )
-        assert np.allclose(one, other, atol=1e-5) == alike
+        assert np.allclose(last_embedding, mean_embedding, atol=1e-5) == is_equal
     with pytest.raises(ModelError, match="pooling is 'max'"):
         LLM(pooling="max")

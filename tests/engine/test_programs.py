@@ -1,4 +1,4 @@
-"""Compiled programs on disk: a second start traces nothing, and serves what the first did."""
+"""Compiled programs on disk: a second start traces nothing, and gives the same answers."""
 
 import json
 import threading
@@ -28,55 +28,53 @@ OPTIONS = {
 
 
 @pytest.fixture
-def home(monkeypatch, tmp_path):
-    """An empty folder, and a process that has no programs of JAX's own cache; the kernels stay
-    where they are.
-    """
+def programs_folder(monkeypatch, tmp_path):
+    """An empty folder for programs, with JAX's caches emptied; native kernels are not rebuilt."""
     kernels = native.build.cache_folder()
     monkeypatch.setattr(native.build, "cache_folder", lambda: kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache" / "quire" / "jax").mkdir(parents=True)
     jax.clear_caches()
     monkeypatch.setattr(programs, "elsewhere", set())
-    others = jax.config.jax_compilation_cache_dir
+    jax_cache_dir = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache" / "quire" / "jax"))
     compilation_cache.reset_cache()
     yield tmp_path / "cache" / "quire" / "programs"
-    written()
-    jax.config.update("jax_compilation_cache_dir", others)
+    wait_for_writes()
+    jax.config.update("jax_compilation_cache_dir", jax_cache_dir)
     compilation_cache.reset_cache()
 
 
 @pytest.fixture
-def traced(monkeypatch):
-    """The names of the functions that are traced for a program."""
-    found = []
+def traced_names(monkeypatch):
+    """The names of functions, recorded whenever one is traced for a program."""
+    names = []
     trace = Call.trace
     monkeypatch.setattr(
-        Call, "trace", lambda self: found.append(self.function.__name__) or trace(self)
+        Call, "trace", lambda self: names.append(self.function.__name__) or trace(self)
     )
-    return found
+    return names
 
 
-def written() -> None:
-    """Wait for what is written beside the first requests."""
+def wait_for_writes() -> None:
+    """Waits for threads that write programs to disk in the background."""
     for thread in threading.enumerate():
         if thread.name == "quire-program-cache":
             thread.join()
 
 
-def answers(model: str, **options) -> str:
+def generate(model: str, **options) -> str:
     llm = LLM(str(model), **OPTIONS | options)
-    written()
+    wait_for_writes()
     prompts = [[1, 2, 3], list(range(1, 30))]
-    chosen = [
+    params = [
         SamplingParams(temperature=0.8, seed=n, max_tokens=9, logprobs=2, ignore_eos=True)
         for n in range(2)
     ]
-    # in a batch, and in a series
-    found = [*llm.generate(prompts, chosen), *llm.generate(prompts[:1], chosen[:1])]
+    # batched, and alone with fused steps
+    outputs = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params[:1])]
     assert not llm.engine.runner.compiles.recompiles
-    return repr([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in found])
+    return repr([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
 
 
 def add(x, y, by: int = 1):
@@ -86,82 +84,90 @@ def add(x, y, by: int = 1):
 ADD = jax.jit(add, static_argnames="by")
 
 
-def made(*args, **static) -> jax.stages.Compiled:
+def compile_add(*args, **static) -> jax.stages.Compiled:
     with Compiler(folder_of_programs()) as compiler:
-        program = compiler.make(Call(ADD, args, **static)).result()
-    written()
-    return program
+        compiled = compiler.make(Call(ADD, args, **static)).result()
+    wait_for_writes()
+    return compiled
 
 
 @pytest.mark.parametrize(
-    "model", [tiny.LLAMA, tiny.LLAMA | {"torch_dtype": "bfloat16"}, tiny_moe.MIXTRAL]
+    "config", [tiny.LLAMA, tiny.LLAMA | {"torch_dtype": "bfloat16"}, tiny_moe.MIXTRAL]
 )
 @pytest.mark.slow
-def test_a_second_start_traces_nothing(home, traced, tmp_path, model):
-    """And gives the bits of the first, in batches, alone and in series."""
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    first = answers(tmp_path, load_format="dummy")
-    count = len(traced)
-    assert {"step", "fused_steps", "copy_pages"} <= {*traced}
-    assert len([*home.iterdir()]) == count
-    assert answers(tmp_path, load_format="dummy") == first
-    assert traced[count:] == []
+def test_second_start_loads_all_programs_without_tracing(
+    programs_folder, traced_names, tmp_path, config
+):
+    """Answers are bit-identical, batched and alone."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    first_answers = generate(tmp_path, load_format="dummy")
+    num_traced = len(traced_names)
+    assert {"step", "fused_steps", "copy_pages"} <= {*traced_names}
+    assert len([*programs_folder.iterdir()]) == num_traced
+    assert generate(tmp_path, load_format="dummy") == first_answers
+    assert traced_names[num_traced:] == []
 
 
 @pytest.mark.slow
-def test_beside_a_full_cache_of_jax(home, traced, tmp_path, monkeypatch):
-    """What JAX has loaded from it could not be written again."""
+def test_programs_loaded_from_the_jax_cache_are_not_saved(
+    programs_folder, traced_names, tmp_path, monkeypatch
+):
+    """JAX cannot serialise an executable that it loaded from its own compilation cache."""
     tiny.write(tmp_path / "model")
     with monkeypatch.context() as patch:
         patch.setattr(runner, "folder_of_programs", lambda: None)
         jax.clear_caches()
-        first = answers(tmp_path / "model")
-    assert not home.exists() and [*home.with_name("jax").iterdir()]
-    assert answers(tmp_path / "model") == first
-    assert not [*home.iterdir()], "this process may still have those of JAX's cache"
+        first_answers = generate(tmp_path / "model")
+    assert not programs_folder.exists() and [*programs_folder.with_name("jax").iterdir()]
+    assert generate(tmp_path / "model") == first_answers
+    assert not [*programs_folder.iterdir()], "programs from JAX's cache must not be saved"
     jax.clear_caches()  # as in another process
     programs.elsewhere.clear()
-    assert [answers(tmp_path / "model") for _ in range(2)] == [first] * 2
-    assert [*home.iterdir()] and jax.config.jax_enable_compilation_cache
+    assert [generate(tmp_path / "model") for _ in range(2)] == [first_answers] * 2
+    assert [*programs_folder.iterdir()] and jax.config.jax_enable_compilation_cache
 
 
 @pytest.mark.slow
-def test_with_a_draft_model_and_adapters(home, traced):
-    drafts = {"method": "draft_model", "model": "quill-draft", "num_speculative_tokens": 2}
+def test_programs_of_draft_models_and_adapters_are_reused(programs_folder, traced_names):
+    speculative_config = {
+        "method": "draft_model",
+        "model": "quill-draft",
+        "num_speculative_tokens": 2,
+    }
     options = {
-        "speculative_config": drafts,
+        "speculative_config": speculative_config,
         "enable_lora": True,
         "max_loras": 2,
         "skip_tokenizer_init": False,
     }
-    first = answers("quill", **options)
-    count = len(traced)
-    assert {"draft_prefill", "write_adapter"} <= {*traced}
-    assert answers("quill", **options) == first
-    assert traced[count:] == []
+    first_answers = generate("quill", **options)
+    num_traced = len(traced_names)
+    assert {"draft_prefill", "write_adapter"} <= {*traced_names}
+    assert generate("quill", **options) == first_answers
+    assert traced_names[num_traced:] == []
 
 
-def test_anything_else_is_another_program(home, monkeypatch, traced):
+def test_program_key_covers_arguments_and_environment(programs_folder, monkeypatch, traced_names):
     x = jnp.arange(3.0)
     y = np.ones(3, np.float32)
-    weak = jnp.asarray(2.0)
-    whole = jnp.arange(3)
-    two = jnp.ones((2, 3))
-    assert made(x, y)(x, y).tolist() == [1, 2, 3]
+    weak_scalar = jnp.asarray(2.0)
+    integers = jnp.arange(3)
+    matrix = jnp.ones((2, 3))
+    assert compile_add(x, y)(x, y).tolist() == [1, 2, 3]
     calls = [
         ((x, y), {"by": 2}),
         ((y, x), {}),
-        ((x, weak), {}),
-        ((x, whole), {}),
-        ((x, two), {}),
+        ((x, weak_scalar), {}),
+        ((x, integers), {}),
+        ((x, matrix), {}),
         ((x, x), {}),
     ]
-    for number, (args, static) in enumerate(calls, 2):
-        assert np.array_equal(made(*args, **static)(*args), add(*args, **static))
-        assert len(traced) == number == len([*home.iterdir()])
+    for count, (args, static) in enumerate(calls, 2):
+        assert np.array_equal(compile_add(*args, **static)(*args), add(*args, **static))
+        assert len(traced_names) == count == len([*programs_folder.iterdir()])
     for args, static in calls:
-        made(*args, **static)
-    assert len(traced) == len(calls) + 1
+        compile_add(*args, **static)
+    assert len(traced_names) == len(calls) + 1
     changes = [
         lambda: monkeypatch.setattr(programs, "code_state", lambda *layers: "changed"),
         lambda: monkeypatch.setenv("QUIRE_NATIVE", "off"),
@@ -171,17 +177,17 @@ def test_anything_else_is_another_program(home, monkeypatch, traced):
             native.build, "cpu_info", lambda *names: ("another processor",)
         ),
     ]
-    for number, change in enumerate(changes, len(calls) + 2):
+    for count, change in enumerate(changes, len(calls) + 2):
         change()
-        made(x, y)
-        assert len(traced) == number == len([*home.iterdir()])
+        compile_add(x, y)
+        assert len(traced_names) == count == len([*programs_folder.iterdir()])
     with jax.default_matmul_precision("highest"):
-        made(x, y)
-    assert len(traced) == len(calls) + len(changes) + 2
+        compile_add(x, y)
+    assert len(traced_names) == len(calls) + len(changes) + 2
 
 
-def test_what_describes_a_model_is_complete():
-    """A field that `repr` leaves out counts too."""
+def test_described_includes_fields_without_repr():
+    """A field that `repr` omits is part of the description too."""
     config = family_for(tiny.LLAMA).config(tiny.LLAMA, None)
     stored = replace(config, stored=StoredFormat("fp8", ()))
     assert repr(stored) == repr(config) and described(stored, True) != described(config, True)
@@ -193,68 +199,72 @@ def test_what_describes_a_model_is_complete():
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "another", "runtime"])
-def test_damage_is_noticed_and_mended(home, traced, caplog, monkeypatch, damage):
+def test_damaged_program_files_are_rebuilt(
+    programs_folder, traced_names, caplog, monkeypatch, damage
+):
     x = jnp.arange(3.0)
-    made(x, x)
-    (path,) = home.iterdir()
-    whole = path.read_bytes()
-    if damage == "runtime":  # whole, and the runtime does not take it
-        monkeypatch.setattr(programs, "deserialize_and_load", lambda *given, **device: 1 / 0)
+    compile_add(x, x)
+    (path,) = programs_folder.iterdir()
+    content = path.read_bytes()
+    if damage == "runtime":  # the file is intact, but the runtime refuses it
+        monkeypatch.setattr(programs, "deserialize_and_load", lambda *arguments, **device: 1 / 0)
     else:
-        changed = whole[:-1] + bytes([whole[-1] ^ 1])
+        changed_content = content[:-1] + bytes([content[-1] ^ 1])
         path.write_bytes(
-            {"cut": whole[:-9], "changed": changed, "another": b"pickle" + whole}[damage]
+            {"cut": content[:-9], "changed": changed_content, "another": b"pickle" + content}[
+                damage
+            ]
         )
-    assert made(x, x)(x, x).tolist() == [0, 2, 4]
-    assert len(traced) == 2
+    assert compile_add(x, x)(x, x).tolist() == [0, 2, 4]
+    assert len(traced_names) == 2
     assert (
         ": division by zero" if damage == "runtime" else "is damaged and made again"
     ) in caplog.text
     assert path.exists() == (damage != "runtime")
 
 
-def test_kernels_that_come_and_go(home, traced, monkeypatch):
-    """A program belongs to the kernels that it was made with: one that could not be had may be
-    there now.
-    """
+def test_program_key_covers_available_kernels(programs_folder, traced_names, monkeypatch):
+    """A program is compiled again when a kernel becomes available."""
     x = jnp.arange(3.0)
-    there = {"probe": False}
-    monkeypatch.setattr(native, "outcomes", lambda: {"probe": there["probe"]})
-    monkeypatch.setattr(native, "has", lambda name: there[name])
+    has_kernel = {"probe": False}
+    monkeypatch.setattr(native, "outcomes", lambda: {"probe": has_kernel["probe"]})
+    monkeypatch.setattr(native, "has", lambda name: has_kernel[name])
     for _ in range(2):
-        made(x, x)
-    assert len(traced) == 1
-    there["probe"] = True
+        compile_add(x, x)
+    assert len(traced_names) == 1
+    has_kernel["probe"] = True
     for _ in range(2):
-        made(x, x)
-    assert len(traced) == 2
+        compile_add(x, x)
+    assert len(traced_names) == 2
 
 
-def test_nothing_is_kept(home, traced, monkeypatch, caplog, tmp_path):
-    """Where JAX keeps nothing either, where a call cannot be described, and where there is no room
-    or no folder.
+def test_programs_that_cannot_be_saved(
+    programs_folder, traced_names, monkeypatch, caplog, tmp_path
+):
+    """No program is saved without room or a safe folder, with JAX's cache off or elsewhere, or for
+    a call that cannot be described.
     """
     x = jnp.arange(3.0)
     monkeypatch.setattr(programs, "LIMIT", 10)
-    made(x, x)
+    compile_add(x, x)
     assert [
-        *home.iterdir()
+        *programs_folder.iterdir()
     ] == [] and "not kept for the next start: there is no room" in caplog.text
     monkeypatch.setattr(programs, "LIMIT", 1 << 30)
-    home.chmod(0o777)
+    programs_folder.chmod(0o777)
     assert folder_of_programs() is None and "can be written to by others" in caplog.text
-    home.chmod(0o700)
-    assert folder_of_programs() == home
+    programs_folder.chmod(0o700)
+    assert folder_of_programs() == programs_folder
     for setting, value in {
         "jax_enable_compilation_cache": False,
         "jax_compilation_cache_dir": str(tmp_path),
     }.items():
-        before = getattr(jax.config, setting)
+        previous_value = getattr(jax.config, setting)
         jax.config.update(setting, value)
         assert folder_of_programs() is None
-        jax.config.update(setting, before)
-    assert folder_of_programs() == home
-    assert made(x, x, by=2j)(x, x).tolist() == [0, 1 + 2j, 2 + 4j]
+        jax.config.update(setting, previous_value)
+    assert folder_of_programs() == programs_folder
+    assert compile_add(x, x, by=2j)(x, x).tolist() == [0, 1 + 2j, 2 + 4j]
     assert [
-        *home.iterdir()
+        *programs_folder.iterdir()
     ] == [] and "add is not kept for the next start: complex has no description" in caplog.text

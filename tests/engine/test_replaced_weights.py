@@ -1,4 +1,4 @@
-"""Weights that change on disk while the engine sleeps: no page of the old ones is found again."""
+"""Weights replaced during a sleep: pages computed with the old weights are not used."""
 
 import pytest
 
@@ -15,7 +15,7 @@ OPTIONS = {
 }
 
 
-def answer(llm: LLM):
+def generate(llm: LLM):
     (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
     return output.num_cached_tokens, output.outputs[0].token_ids, output.outputs[0].logprobs
 
@@ -25,13 +25,13 @@ def write_weights(folder, seed: int) -> None:
 
 
 def evict(llm: LLM) -> None:
-    """Fill the cache with other prompts, so that the pages of this one go to the host."""
-    others = [{"prompt_token_ids": [start] * 40} for start in range(8)]
-    llm.generate(others, GREEDY, use_tqdm=False)
+    """Fills the cache with other prompts, so that the pages of PROMPT are offloaded."""
+    other_prompts = [{"prompt_token_ids": [start] * 40} for start in range(8)]
+    llm.generate(other_prompts, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_pages_of_weights_that_were_replaced_in_sleep_are_not_found(tmp_path, tier):
+def test_weights_replaced_during_sleep_invalidate_cached_pages(tmp_path, tier):
     folder = tmp_path / "model"
     write_weights(folder, seed=1)
     options = {"kv_cache_memory_bytes": 1 << 15, "kv_cache_host_bytes": 8 << 20}
@@ -39,13 +39,13 @@ def test_pages_of_weights_that_were_replaced_in_sleep_are_not_found(tmp_path, ti
         options["kv_cache_disk"] = str(tmp_path / "pages")
     options = OPTIONS | (options if tier != "device" else {})
     llm = LLM(str(folder), **options)
-    _, *old = answer(llm)
-    # the second time after a sleep with the same weights, whose pages are still good
+    _, *old_answer = generate(llm)
+    # the second time after a sleep with unchanged weights, when cached pages are still valid
     for _ in range(2):
         if tier != "device":
             evict(llm)
-        num_cached, *again = answer(llm)
-        assert again == old and num_cached >= 32
+        num_cached, *later_answer = generate(llm)
+        assert later_answer == old_answer and num_cached >= 32
         llm.engine.sleep(2, keep_pages=tier == "device")
         llm.engine.lifecycle.wake_up()
     if tier != "device":
@@ -53,11 +53,11 @@ def test_pages_of_weights_that_were_replaced_in_sleep_are_not_found(tmp_path, ti
     llm.engine.sleep(2, keep_pages=tier == "device")
     write_weights(folder, seed=2)
     llm.engine.lifecycle.wake_up()
-    num_cached, *new = answer(llm)
+    num_cached, *new_answer = generate(llm)
     llm.engine.scheduler.check()
     llm.close()
-    cold = LLM(str(folder), **OPTIONS)
-    assert (num_cached, *new) == answer(cold) and new != old
+    cold_llm = LLM(str(folder), **OPTIONS)
+    assert (num_cached, *new_answer) == generate(cold_llm) and new_answer != old_answer
     if tier == "disk":
-        again = LLM(str(folder), **options)
-        assert answer(again) == (32, *new)  # whole pages, of the new weights
+        later_answer = LLM(str(folder), **options)
+        assert generate(later_answer) == (32, *new_answer)  # full pages of the new weights

@@ -1,6 +1,4 @@
-"""A stream that was begun by one server and is gone on with by another: the reader gets the answer
-of one.
-"""
+"""A stream started by one server is resumed by another: the client gets the same events."""
 
 import asyncio
 import json
@@ -29,34 +27,39 @@ from quire.serving.resume import Journal
 from quire.tests.support.served import FORMATS, model_of, scripted
 
 FOLDER = Path(quire.__file__).parent / "model" / "quill_draft"
-STORY = {"prompt": "Once upon a time", "max_tokens": 30}
-TURNS = {"messages": [{"role": "user", "content": "Tell a story about a fox."}], "max_tokens": 30}
+STORY_BODY = {"prompt": "Once upon a time", "max_tokens": 30}
+CHAT_BODY = {
+    "messages": [{"role": "user", "content": "Tell a story about a fox."}],
+    "max_tokens": 30,
+}
 SCHEMA = {
     "type": "json_schema",
     "json_schema": {"name": "n", "schema": {"type": "array", "items": {"type": "integer"}}},
 }
-ASKED = [
-    ("/v1/completions", STORY | {"temperature": 0}),
-    # a seed that nobody chose
-    ("/v1/completions", STORY | {"temperature": 1, "n": 3, "logprobs": 2}),
+REQUESTS = [
+    ("/v1/completions", STORY_BODY | {"temperature": 0}),
+    # without a seed in the request
+    ("/v1/completions", STORY_BODY | {"temperature": 1, "n": 3, "logprobs": 2}),
     (
         "/v1/completions",
         {"prompt": ["Once", "Long ago, a"], "seed": 5, "n": 2, "echo": True, "stop": ["the", "."]},
     ),
     (
         "/v1/completions",
-        STORY | {"repetition_penalty": 1.5, "presence_penalty": 1, "seed": -3, "min_tokens": 9},
+        STORY_BODY
+        | {"repetition_penalty": 1.5, "presence_penalty": 1, "seed": -3, "min_tokens": 9},
     ),
     (
         "/v1/chat/completions",
-        TURNS | {"temperature": 0.8, "logprobs": True, "stream_options": {"include_usage": True}},
+        CHAT_BODY
+        | {"temperature": 0.8, "logprobs": True, "stream_options": {"include_usage": True}},
     ),
     (
         "/v1/chat/completions",
-        TURNS | {"temperature": 1, "response_format": SCHEMA, "max_tokens": 12},
+        CHAT_BODY | {"temperature": 1, "response_format": SCHEMA, "max_tokens": 12},
     ),
     ("/v1/responses", {"input": "Tell a story about a fox.", "max_output_tokens": 20}),
-    ("/v1/messages", TURNS),
+    ("/v1/messages", CHAT_BODY),
 ]
 
 
@@ -64,9 +67,9 @@ DRAFTS = {"method": "self", "num_layers": 2, "adapts": False}
 
 
 @pytest.fixture(scope="module")
-def two():
-    """(what runs coroutines, the applications of two servers whose own seeds differ, of which the
-    second drafts).
+def apps():
+    """(asyncio runner, applications of two servers): the servers have different seeds, and the
+    second one drafts.
     """
     models = []
     for seed, drafts in ((1, None), (2, DRAFTS)):
@@ -76,26 +79,26 @@ def two():
         )  # fmt: skip
         models.append(Models([Model(("m",), lambda options=options: make_engine(options))]))
     with asyncio.Runner() as runner:
-        yield runner, [make_app(Service(one, ServerSettings())) for one in models]
-        for one in models:
-            one.close()
+        yield runner, [make_app(Service(model_set, ServerSettings())) for model_set in models]
+        for model_set in models:
+            model_set.close()
 
 
-def call_of(path: str, body: dict, journal: Journal | None = None) -> ForwardedRequest:
-    raw = json.dumps(body | {"stream": True}).encode()
+def make_request(path: str, body: dict, journal: Journal | None = None) -> ForwardedRequest:
+    content = json.dumps(body | {"stream": True}).encode()
     headers = [
         (b"host", b"localhost"),
         (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(raw)),
+        (b"content-length", b"%d" % len(content)),
     ]
-    return ForwardedRequest("POST", path, b"", headers, raw, journal=journal or Journal())
+    return ForwardedRequest("POST", path, b"", headers, content, journal=journal or Journal())
 
 
-def read(data: bytes) -> dict:
-    """What a client makes of the events: of each choice its text, ends and scores, and the names
-    that were told.
+def parse_events(data: bytes) -> dict:
+    """Collects from server-sent events what a client sees: the text, finish reason and logprobs of
+    each choice, the ids and the usage.
     """
-    found = defaultdict(str)
+    fields = defaultdict(str)
     scores = defaultdict(list)
     for line in data.decode().splitlines():
         if not line.startswith("data: ") or line == "data: [DONE]":
@@ -103,32 +106,36 @@ def read(data: bytes) -> dict:
         event = json.loads(line.removeprefix("data: "))
         assert "error" not in event, event
         for choice in event.get("choices", ()):
-            at = choice["index"]
-            found["text", at] += choice.get("text") or choice.get("delta", {}).get("content") or ""
-            found["end", at] += choice["finish_reason"] or ""
+            index = choice["index"]
+            fields["text", index] += (
+                choice.get("text") or choice.get("delta", {}).get("content") or ""
+            )
+            fields["end", index] += choice["finish_reason"] or ""
             for kind, values in (choice["logprobs"] or {}).items():
-                scores[at, kind] += values or []
-        found["text"] += (
+                scores[index, kind] += values or []
+        fields["text"] += (
             event.get("delta", {}).get("text", "") if isinstance(event.get("delta"), dict) else ""
         )
-        found["text"] += event["delta"] if event.get("type") == "response.output_text.delta" else ""
-        found["whole"] += (
+        fields["text"] += (
+            event["delta"] if event.get("type") == "response.output_text.delta" else ""
+        )
+        fields["whole"] += (
             json.dumps(event["response"]["output"])
             if event.get("type") == "response.completed"
             else ""
         )
         if "id" in event:
-            found["ids"] = " ".join(
-                sorted({*found["ids"].split(), event["id"], str(event.get("created", ""))})
+            fields["ids"] = " ".join(
+                sorted({*fields["ids"].split(), event["id"], str(event.get("created", ""))})
             )
-        found["count"] += str((event.get("usage") or {}).get("completion_tokens", ""))
-    numbers = [
+        fields["count"] += str((event.get("usage") or {}).get("completion_tokens", ""))
+    sequence_numbers = [
         json.loads(line[6:]).get("sequence_number")
         for line in data.decode().splitlines()
         if "sequence_" in line
     ]
-    assert numbers == list(range(len(numbers)))
-    return found | scores
+    assert sequence_numbers == list(range(len(sequence_numbers)))
+    return fields | scores
 
 
 async def respond(app, call: ForwardedRequest) -> tuple[ResponseStart, list[ResponsePiece]]:
@@ -137,31 +144,42 @@ async def respond(app, call: ForwardedRequest) -> tuple[ResponseStart, list[Resp
     return start, pieces
 
 
-@pytest.mark.parametrize(("path", "body"), ASKED)
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
 @pytest.mark.slow
-def test_another_engine_goes_on(path, body, two):
-    """From after any of its pieces; what was told is not computed again one by one."""
+def test_second_engine_resumes_a_stream_after_any_piece(path, body, apps):
+    """The second engine gets the streamed tokens, and continues after them."""
     rng = random.Random(path)
-    (runner, (first, second)) = two
+    (runner, (first_app, second_app)) = apps
 
-    async def run():
-        start, pieces = await respond(first, call_of(path, body))
+    async def resume_at_pieces():
+        start, pieces = await respond(first_app, make_request(path, body))
         assert start.name and start.created and start.seeds
-        whole = read(b"".join(piece.data for piece in pieces))
-        cuts = {0, 1, len(pieces) - 1, len(pieces), *(rng.randrange(len(pieces)) for _ in range(4))}
-        for cut in sorted(cuts):
-            streamed = [one for piece in pieces[:cut] for one in piece.streamed]
+        expected = parse_events(b"".join(piece.data for piece in pieces))
+        piece_counts = {
+            0,
+            1,
+            len(pieces) - 1,
+            len(pieces),
+            *(rng.randrange(len(pieces)) for _ in range(4)),
+        }
+        for num_pieces in sorted(piece_counts):
+            streamed = [delta for piece in pieces[:num_pieces] for delta in piece.streamed]
             journal = Journal(start.name, start.created, list(start.seeds), streamed)
-            _, rest = await respond(
-                second, call_of(path, body, replace(journal, streamed=list(streamed)))
+            _, rest_pieces = await respond(
+                second_app, make_request(path, body, replace(journal, streamed=list(streamed)))
             )
-            if cut < len(pieces):  # else all was told and the end is said twice
-                assert read(b"".join(piece.data for piece in pieces[:cut] + rest)) == whole, cut
+            if num_pieces < len(pieces):  # otherwise the final events are streamed twice
+                assert (
+                    parse_events(
+                        b"".join(piece.data for piece in pieces[:num_pieces] + rest_pieces)
+                    )
+                    == expected
+                ), num_pieces
 
-    runner.run(run())
+    runner.run(resume_at_pieces())
 
 
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOOL_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOL = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -177,30 +195,35 @@ CALL_ID = re.compile(r"(?:call|toolu)_[0-9a-f]{24}")
 
 
 @pytest.mark.parametrize("path", TOOL_REQUESTS)
-def test_tool_calls_keep_their_ids(path):
-    """The events of another engine, and its response in whole, name the calls as the client knows
-    them.
-    """
+def test_resumed_tool_calls_keep_their_ids(path):
+    """Events and final response of the second engine use the ids that the client already got."""
     models = [
-        Models([model_of(scripted(lambda prompt: f"I look. {CALL}\n{CALL}")[0])]) for _ in range(2)
+        Models([model_of(scripted(lambda prompt: f"I look. {TOOL_CALL}\n{TOOL_CALL}")[0])])
+        for _ in range(2)
     ]
     settings = ServerSettings(formats=FORMATS)
 
-    async def run():
-        services = [Service(one, settings) for one in models]
-        first, second = (make_app(service) for service in services)
-        start, pieces = await respond(first, call_of(path, TOOL_REQUESTS[path]))
+    async def resume_at_pieces():
+        services = [Service(model_set, settings) for model_set in models]
+        first_app, second_app = (make_app(service) for service in services)
+        start, pieces = await respond(first_app, make_request(path, TOOL_REQUESTS[path]))
         data = b"".join(piece.data for piece in pieces).decode()
-        ids = list(dict.fromkeys(CALL_ID.findall(data)))
-        assert len(ids) == 2
-        for cut in range(1, len(pieces)):
-            streamed = [one for piece in pieces[:cut] for one in piece.streamed]
-            known = pieces[cut - 1].call_ids
-            journal = Journal(start.name, start.created, list(start.seeds), streamed, dict(known))
-            _, rest = await respond(second, call_of(path, TOOL_REQUESTS[path], journal))
-            told = CALL_ID.findall(b"".join(piece.data for piece in pieces[:cut] + rest).decode())
-            assert len(set(told)) == 2 and {*known.values()} <= set(told)
+        streamed_ids = list(dict.fromkeys(CALL_ID.findall(data)))
+        assert len(streamed_ids) == 2
+        for num_pieces in range(1, len(pieces)):
+            streamed = [delta for piece in pieces[:num_pieces] for delta in piece.streamed]
+            known_call_ids = pieces[num_pieces - 1].call_ids
+            journal = Journal(
+                start.name, start.created, list(start.seeds), streamed, dict(known_call_ids)
+            )
+            _, rest_pieces = await respond(
+                second_app, make_request(path, TOOL_REQUESTS[path], journal)
+            )
+            call_ids = CALL_ID.findall(
+                b"".join(piece.data for piece in pieces[:num_pieces] + rest_pieces).decode()
+            )
+            assert len(set(call_ids)) == 2 and {*known_call_ids.values()} <= set(call_ids)
         for service in services:
             service.close()
 
-    asyncio.run(run())
+    asyncio.run(resume_at_pieces())

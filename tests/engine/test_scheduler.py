@@ -1,5 +1,5 @@
-"""The scheduler with a pretended device: a step's tokens come back one step late, as they do in
-service.
+"""The scheduler with a fake device, which returns a step's tokens one step later, as an engine
+does.
 """
 
 import numpy as np
@@ -13,17 +13,19 @@ from quire.serving.request.sequence import Sequence
 from quire.tests.support.fake_device import Device, random_sequences, sequence
 
 
-def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8), **drafts) -> Scheduler:
-    shape = StepShape.largest(*limits, page_size=page_size, **drafts)
+def make_scheduler(
+    pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8), **draft_limits
+) -> Scheduler:
+    shape = StepShape.largest(*limits, page_size=page_size, **draft_limits)
     return Scheduler([PageTable(pages, page_size, windows)], shape)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_sequence_ends_once_whatever_the_load(seed):
+def test_all_sequences_finish_within_limits(seed):
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
-    drafts = seed % 2 * 3
-    scheduler = make(pages=pages, limits=(4, 16, 16), max_drafts=drafts)
+    max_drafts = seed % 2 * 3
+    scheduler = make_scheduler(pages=pages, limits=(4, 16, 16), max_drafts=max_drafts)
     device = Device(scheduler)
     sequences = []
     aborted = set()
@@ -32,10 +34,10 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
         for _ in range(int(rng.integers(0, 4))):
             device.step()
         if rng.random() < 0.15:
-            victim = sequences[int(rng.integers(len(sequences)))]
-            if victim.finish_reason is None:
-                scheduler.finish(victim, "abort")
-                aborted.add(victim)
+            aborted_seq = sequences[int(rng.integers(len(sequences)))]
+            if aborted_seq.finish_reason is None:
+                scheduler.finish(aborted_seq, "abort")
+                aborted.add(aborted_seq)
     device.run()
     for seq in sequences:
         if seq in aborted:
@@ -46,47 +48,49 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
         assert seq.prompt_scores is None or all(seq.prompt_scores)
     assert all(group.num_free == group.num_pages - 1 for group in scheduler.replicas[0].table.pools)
     assert len(scheduler.replicas[0].free_slots) == 4
-    assert not drafts or (device.accepted and device.rejected)
+    assert not max_drafts or (device.accepted and device.rejected)
 
 
-def test_decodes_do_not_wait_for_a_long_prompt():
-    scheduler = make(pages=(200, 200))
+def test_decodes_continue_during_a_chunked_prefill():
+    scheduler = make_scheduler(pages=(200, 200))
     device = Device(scheduler)
-    short = sequence(0, 2, 50)
-    long = sequence(1, 100, 2)
-    scheduler.add(short)
+    decoding = sequence(0, 2, 50)
+    prefilling = sequence(1, 100, 2)
+    scheduler.add(decoding)
     device.step()
-    scheduler.add(long)
+    scheduler.add(prefilling)
     for _ in range(6):
-        before = short.num_computed
+        num_computed = decoding.num_computed
         device.step()
-        assert short.num_computed == before + 1
-        assert long.num_computed <= 100
-    assert long.num_computed == 90  # the 15 rows of each step that the decode left
+        assert decoding.num_computed == num_computed + 1
+        assert prefilling.num_computed <= 100
+    assert prefilling.num_computed == 90  # 15 tokens per step, as the decode takes one
 
 
-def test_the_budget_is_filled():
-    scheduler = make(pages=(200, 200))
+def test_token_budget_is_filled():
+    scheduler = make_scheduler(pages=(200, 200))
     for index in range(4):
         scheduler.add(sequence(index, 10, 2))
     assert scheduler.schedule().num_tokens == 16
 
 
 def test_first_come_first_served():
-    scheduler = make(pages=(200, 200), limits=(1, 16, 16))
+    scheduler = make_scheduler(pages=(200, 200), limits=(1, 16, 16))
     device = Device(scheduler)
     sequences = [sequence(index, 5, 3) for index in range(5)]
     for seq in sequences:
         scheduler.add(seq)
-    ended = []
+    finished_ranks = []
     while scheduler.busy or device.in_flight:
         device.step()
-        ended += [seq.rank for seq in sequences if seq.finish_reason and seq.rank not in ended]
-    assert ended == sorted(ended)
+        finished_ranks += [
+            seq.rank for seq in sequences if seq.finish_reason and seq.rank not in finished_ranks
+        ]
+    assert finished_ranks == sorted(finished_ranks)
 
 
-def test_the_latest_arrival_gives_way():
-    scheduler = make(pages=(12, 12), page_size=4, windows=(None, 8), limits=(4, 16, 16))
+def test_latest_sequence_is_preempted_first():
+    scheduler = make_scheduler(pages=(12, 12), page_size=4, windows=(None, 8), limits=(4, 16, 16))
     device = Device(scheduler)
     sequences = [sequence(index, 12, 20) for index in range(3)]
     for seq in sequences:
@@ -96,17 +100,17 @@ def test_the_latest_arrival_gives_way():
     assert sum(seq.num_preemptions for seq in sequences) > 0
 
 
-def test_no_row_is_computed_past_max_tokens():
-    scheduler = make()
+def test_no_token_is_computed_past_max_tokens():
+    scheduler = make_scheduler()
     device = Device(scheduler)
     seq = sequence(0, 3, 4)
     scheduler.add(seq)
     device.run()
-    assert device.computed[seq] == 3 + 4 - 1  # the last token drawn is never fed back
+    assert device.computed[seq] == 3 + 4 - 1  # the last sampled token is never computed
 
 
 def test_sequence_that_needs_a_host_token_waits_for_it():
-    scheduler = make()
+    scheduler = make_scheduler()
     device = Device(scheduler)
     seq = sequence(0, 3, 4, needs_host_token=True)
     scheduler.add(seq)
@@ -115,8 +119,8 @@ def test_sequence_that_needs_a_host_token_waits_for_it():
     assert scheduler.schedule() is None
 
 
-def test_who_begins_alike_computes_the_beginning_once():
-    scheduler = make(pages=(60, 60), limits=(4, 64, 16))
+def test_shared_prefix_is_computed_once():
+    scheduler = make_scheduler(pages=(60, 60), limits=(4, 64, 16))
     device = Device(scheduler)
     sequences = [sequence(index, 30, 3, token=7) for index in range(3)]
     scheduler.add(sequences[0])
@@ -130,40 +134,40 @@ def test_who_begins_alike_computes_the_beginning_once():
     assert [seq.cache.num_cached for seq in sequences] == [0, 28, 28]
 
 
-def test_who_gave_way_finds_its_pages_again():
-    scheduler = make(pages=(40, 40), limits=(4, 64, 16))
+def test_preempted_sequence_reuses_its_cached_pages():
+    scheduler = make_scheduler(pages=(40, 40), limits=(4, 64, 16))
     device = Device(scheduler)
     seq = sequence(0, 30, 20)
     scheduler.add(seq)
     for _ in range(5):
         device.step()
     scheduler.preempt(seq)
-    device.step()  # takes in its last token
+    device.step()  # collects its last token
     (item,) = scheduler.schedule().items
-    # with the one it draws now
+    # 36 with the token that this step samples
     assert item.is_first_step and (item.start, item.num_tokens) == (34, 1) and seq.num_tokens == 36
     assert seq.cache.num_cached == 0 and seq.num_preemptions == 1
 
 
-def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
-    scheduler = make(pages=(12, 12))
+def test_waiting_prompt_is_not_matched_at_every_step(monkeypatch):
+    scheduler = make_scheduler(pages=(12, 12))
     device = Device(scheduler)
     scheduler.add(sequence(0, 12, 25))
     device.step()
     scheduler.add(sequence(1, 36, 2))
-    looks = []
+    lookups = []
     match = scheduler.replicas[0].table.match
     monkeypatch.setattr(
-        scheduler.replicas[0].table, "match", lambda seq: looks.append(seq) or match(seq)
+        scheduler.replicas[0].table, "match", lambda seq: lookups.append(seq) or match(seq)
     )
     for _ in range(20):
         device.step()
-    assert len(looks) < 8  # once, and again when a window has left a page
+    assert len(lookups) < 8  # once, and again when a sliding window frees a page
 
 
-def test_who_comes_late_starts_level():
-    """Neither behind for what others were given before, nor ahead of them; and who had more than
-    his share keeps it.
+def test_late_tenant_starts_with_the_smallest_service():
+    """It neither gains from its idle time nor repays earlier service of others; a tenant with more
+    service than others keeps its count when it returns.
     """
     queue = WaitingQueue()
 
@@ -174,23 +178,24 @@ def test_who_comes_late_starts_level():
         queue.enter(seq)
         return seq
 
-    first = enter("a", 0)
-    other = enter("b", 1)
-    queue.serve(first, 1000)
-    queue.serve(other, 600)
-    late = enter("c", 2)
+    first_seq = enter("a", 0)
+    second_seq = enter("b", 1)
+    queue.serve(first_seq, 1000)
+    queue.serve(second_seq, 600)
+    late_seq = enter("c", 2)
     assert queue.served == {"a": 1000, "b": 600, "c": 600}
-    assert queue.first(lambda seq: True) is other  # it came before the one that had as little
-    queue.serve(other, 1)
-    assert queue.first(lambda seq: True) is late
-    queue.serve(late, 5000)
+    # of two tenants with equal service, the earlier sequence is first
+    assert queue.first(lambda seq: True) is second_seq
+    queue.serve(second_seq, 1)
+    assert queue.first(lambda seq: True) is late_seq
+    queue.serve(late_seq, 5000)
     # the others are skipped while they are not ready
-    assert queue.first(lambda seq: seq is not other) is first
-    queue.remove(late)
-    queue.leave(late)
-    back = enter("c", 3)
+    assert queue.first(lambda seq: seq is not second_seq) is first_seq
+    queue.remove(late_seq)
+    queue.leave(late_seq)
+    returning_seq = enter("c", 3)
     assert queue.served["c"] == 5600
-    for seq in (first, other, back):
+    for seq in (first_seq, second_seq, returning_seq):
         queue.remove(seq)
         queue.leave(seq)
     assert not queue.served and not queue.waiting and len(queue) == 0

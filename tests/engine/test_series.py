@@ -1,6 +1,4 @@
-"""Several decode steps sent to the device at once: the answers, bits and ends of steps sent one by
-one.
-"""
+"""Fused decode steps (several per launch) give the same answers, bit for bit, as single steps."""
 
 import random
 from typing import Any
@@ -15,12 +13,12 @@ from quire.tests.support.cases import thinned
 from quire.tests.support.golden.families import KINDS, VARIANTS
 from quire.tests.support.golden.recorded import Golden
 
-SIZES: dict[str, Any] = {
+STEP_SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
     "kv_cache_memory_bytes": 16 << 20,
 }
-DECODED = [variant for variant in VARIANTS if variant.new_tokens]
+GENERATING_VARIANTS = [variant for variant in VARIANTS if variant.new_tokens]
 PROMPTS = (
     "Once upon a time",
     "The fox and the bear",
@@ -29,8 +27,8 @@ PROMPTS = (
 )
 
 
-class Steps(Observer):
-    """How many steps each launch made, and what was drawn."""
+class StepRecorder(Observer):
+    """Records the number of steps of each decode launch, and the sampled tokens."""
 
     def __init__(self):
         self.counts: list[int] = []
@@ -43,33 +41,33 @@ class Steps(Observer):
 
 
 @pytest.fixture(scope="module")
-def single():
-    return LLM(max_steps_per_launch=1, **SIZES)
+def single_step_llm():
+    return LLM(max_steps_per_launch=1, **STEP_SIZES)
 
 
 @pytest.fixture(scope="module")
-def several():
-    return LLM(**SIZES)
+def fused_llm():
+    return LLM(**STEP_SIZES)
 
 
 @pytest.fixture
-def steps(several, monkeypatch):
-    """Steps are short enough for series, however busy the machine is."""
+def step_recorder(fused_llm, monkeypatch):
+    """Records steps, which are always fused, even if the machine is slow."""
     monkeypatch.setattr(engine, "STREAMING_LATENCY", 1e9)
     monkeypatch.setattr(engine, "LATENCY", 1e9)
-    watch = Steps()
-    several.engine.observers.append(watch)
-    yield watch
-    several.engine.observers.remove(watch)
-    while several.engine.in_flight:
-        several.engine.step()
-    several.engine.scheduler.check()
-    assert not several.engine.requests
+    recorder = StepRecorder()
+    fused_llm.engine.observers.append(recorder)
+    yield recorder
+    fused_llm.engine.observers.remove(recorder)
+    while fused_llm.engine.in_flight:
+        fused_llm.engine.step()
+    fused_llm.engine.scheduler.check()
+    assert not fused_llm.engine.requests
 
 
-def drawn_params(rng: random.Random) -> SamplingParams:
-    """Of all kinds that rows carry, and some that the host alone knows."""
-    ways: list[dict[str, Any]] = [
+def random_params(rng: random.Random) -> SamplingParams:
+    """Returns random sampling parameters, some of which only the host evaluates."""
+    options: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": rng.randrange(1000)},
         {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 7, "logprobs": 3},
@@ -80,147 +78,180 @@ def drawn_params(rng: random.Random) -> SamplingParams:
         {"temperature": 0.0, "bad_words": ["the fox"]},
         {"temperature": 0.9, "seed": 3, "n": 2},
     ]
-    return SamplingParams(max_tokens=rng.randrange(10, 70), **rng.choice(ways))
+    return SamplingParams(max_tokens=rng.randrange(10, 70), **rng.choice(options))
 
 
-def same(mine, other) -> bool:
-    return [
-        (o.token_ids, o.text, o.finish_reason, o.stop_reason, o.logprobs) for o in mine.outputs
-    ] == [(o.token_ids, o.text, o.finish_reason, o.stop_reason, o.logprobs) for o in other.outputs]
+def are_equal(output, other_output) -> bool:
+    def fields(answer):
+        return (
+            answer.token_ids,
+            answer.text,
+            answer.finish_reason,
+            answer.stop_reason,
+            answer.logprobs,
+        )
+
+    return [*map(fields, output.outputs)] == [*map(fields, other_output.outputs)]
 
 
-def test_every_bit_is_that_of_single_steps(single, several, steps):
+def test_fused_steps_are_bit_identical_to_single_steps(single_step_llm, fused_llm, step_recorder):
     rng = random.Random(0)
     for _ in range(12):
         count = rng.choice((1, 1, 2, 3))
         prompts = rng.choices(PROMPTS, k=count)
-        params = [drawn_params(rng) for _ in range(count)]
+        params = [random_params(rng) for _ in range(count)]
         pairs = zip(
-            *(llm.generate(prompts, params, use_tqdm=False) for llm in (several, single)),
+            *(
+                llm.generate(prompts, params, use_tqdm=False)
+                for llm in (fused_llm, single_step_llm)
+            ),
             strict=True,
         )
-        assert all(same(*pair) for pair in pairs)
-    assert max(steps.counts) == 8 and sum(count > 1 for count in steps.counts) > 30
+        assert all(are_equal(*pair) for pair in pairs)
+    assert max(step_recorder.counts) == 8 and sum(count > 1 for count in step_recorder.counts) > 30
 
 
-def test_a_series_ends_with_the_answer(several, steps):
+def test_fused_steps_stop_at_the_stop_token(fused_llm, step_recorder):
     """The device computes nothing after the token that ends every sequence."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    (whole,) = several.generate([PROMPTS[0]], params, use_tqdm=False)
-    tokens = whole.outputs[0].token_ids
-    ends = [at for at in range(20, 36) if tokens.index(tokens[at]) == at]
-    assert len(ends) > 3
-    for at in ends:
-        steps.drawn.clear()
-        ended = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=[tokens[at]])
-        (cut,) = several.generate([PROMPTS[0]], ended, use_tqdm=False)
-        assert cut.outputs[0].token_ids == tokens[: at + 1]
-        computed = [token for drawn in steps.drawn for token in drawn]
-        place = len(computed) - 1 - computed[::-1].index(tokens[at])
-        assert not any(computed[place + 1 :])  # zeros: steps that were not made
+    (full_output,) = fused_llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    tokens = full_output.outputs[0].token_ids
+    stop_positions = [
+        position for position in range(20, 36) if tokens.index(tokens[position]) == position
+    ]
+    assert len(stop_positions) > 3
+    for position in stop_positions:
+        step_recorder.drawn.clear()
+        params_with_stop = SamplingParams(
+            temperature=0.0, max_tokens=40, stop_token_ids=[tokens[position]]
+        )
+        (stopped_output,) = fused_llm.generate([PROMPTS[0]], params_with_stop, use_tqdm=False)
+        assert stopped_output.outputs[0].token_ids == tokens[: position + 1]
+        computed = [token for tokens_of_step in step_recorder.drawn for token in tokens_of_step]
+        last_position = len(computed) - 1 - computed[::-1].index(tokens[position])
+        assert not any(computed[last_position + 1 :])  # zeros: steps that the device skipped
 
 
-def test_who_waits_is_not_kept_waiting(several, steps, monkeypatch):
-    """With more requests than slots each step is sent by itself, and so it is where steps are
-    long.
-    """
+def test_steps_are_not_fused_while_requests_wait_or_steps_are_slow(
+    fused_llm, step_recorder, monkeypatch
+):
+    """Requests wait for a slot at first; then steps take too long for the latency limit."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    requests = [several.add(PROMPTS[0], params) for _ in range(6)]
+    requests = [fused_llm.add(PROMPTS[0], params) for _ in range(6)]
     while any(not request.finished for request in requests[:4]):
-        several.engine.step()
-    assert set(steps.counts) == {1}
+        fused_llm.engine.step()
+    assert set(step_recorder.counts) == {1}
     monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.02)
     while not all(request.finished for request in requests):
-        several.engine.step_seconds = 0.015
-        several.engine.step()
-    assert set(steps.counts) == {1}
+        fused_llm.engine.step_seconds = 0.015
+        fused_llm.engine.step()
+    assert set(step_recorder.counts) == {1}
 
 
-def test_tokens_that_nobody_watches_may_be_later(several, steps, monkeypatch):
-    """A whole answer is the same in longer series; a stream beside it is not kept waiting."""
+def test_steps_are_not_fused_while_streaming(fused_llm, step_recorder, monkeypatch):
+    """Without streams steps are fused; while any request streams, each step is a launch."""
     monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    (whole,) = several.generate([PROMPTS[0]], params, use_tqdm=False)
-    assert max(steps.counts) == 8
-    steps.counts.clear()
-    *_, last = several.stream(PROMPTS[0], params)
-    assert set(steps.counts) == {1} and last.outputs[0].token_ids == whole.outputs[0].token_ids
-    steps.counts.clear()
-    stream = several.stream(
+    (full_output,) = fused_llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    assert max(step_recorder.counts) == 8
+    step_recorder.counts.clear()
+    *_, last_output = fused_llm.stream(PROMPTS[0], params)
+    assert (
+        set(step_recorder.counts) == {1}
+        and last_output.outputs[0].token_ids == full_output.outputs[0].token_ids
+    )
+    step_recorder.counts.clear()
+    stream = fused_llm.stream(
         PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
     )
     next(stream)
-    several.generate([PROMPTS[1]], params, use_tqdm=False)
-    assert set(steps.counts) == {1}
+    fused_llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    assert set(step_recorder.counts) == {1}
     stream.close()
 
 
-def test_an_abort_amid_a_series_leaves_the_others(single, several, steps):
+def test_abort_during_fused_steps_leaves_other_requests_unchanged(
+    single_step_llm, fused_llm, step_recorder
+):
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    (expected,) = single.generate([PROMPTS[1]], params, use_tqdm=False)
-    gone = several.add(PROMPTS[0], params)
-    stays = several.add(PROMPTS[1], params)
-    while len(stays.sequences[0].tokens) < 30:
-        several.engine.step()
-    several.engine.abort(gone.request_id)
-    while not stays.finished:
-        several.engine.step()
-    assert stays.sequences[0].tokens[stays.sequences[0].num_prompt :] == list(
+    (expected,) = single_step_llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    aborted = fused_llm.add(PROMPTS[0], params)
+    remaining = fused_llm.add(PROMPTS[1], params)
+    while len(remaining.sequences[0].tokens) < 30:
+        fused_llm.engine.step()
+    fused_llm.engine.abort(aborted.request_id)
+    while not remaining.finished:
+        fused_llm.engine.step()
+    assert remaining.sequences[0].tokens[remaining.sequences[0].num_prompt :] == list(
         expected.outputs[0].token_ids
     )
-    assert max(steps.counts) == 8
+    assert max(step_recorder.counts) == 8
 
 
-def test_what_a_series_computed_is_found_again(single, several, steps):
-    """Pages that were filled within series serve the next turn."""
+def test_pages_filled_by_fused_steps_are_reused(single_step_llm, fused_llm, step_recorder):
+    """The next turn of a chat reuses pages that fused steps have filled."""
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    found = []
-    for llm in (several, single):
-        (first,) = llm.generate([PROMPTS[3]], params, use_tqdm=False)
-        turn = {"prompt_token_ids": [*first.prompt_token_ids, *first.outputs[0].token_ids, 20, 30]}
-        (second,) = llm.generate([turn], params, use_tqdm=False)
-        found.append((second.outputs[0].token_ids, second.num_cached_tokens))
-    assert found[0] == found[1] and found[0][1] > 40
+    results = []
+    for llm in (fused_llm, single_step_llm):
+        (first_output,) = llm.generate([PROMPTS[3]], params, use_tqdm=False)
+        second_prompt = {
+            "prompt_token_ids": [
+                *first_output.prompt_token_ids,
+                *first_output.outputs[0].token_ids,
+                20,
+                30,
+            ]
+        }
+        (second_output,) = llm.generate([second_prompt], params, use_tqdm=False)
+        results.append((second_output.outputs[0].token_ids, second_output.num_cached_tokens))
+    assert results[0] == results[1] and results[0][1] > 40
 
 
-def test_turn_after_a_stop_token_within_a_fused_series_equals_a_cold_engine(several, steps):
-    """The device ends a series at the last stop token, whose own keys and values no step has
-    written.
-    """
-    cold = LLM(max_steps_per_launch=1, enable_prefix_caching=False, **SIZES)
+def test_turn_after_a_stop_token_within_fused_steps_equals_a_cold_engine(fused_llm, step_recorder):
+    """Fused steps end at the last stop token, whose keys and values are not written yet."""
+    cold_llm = LLM(max_steps_per_launch=1, enable_prefix_caching=False, **STEP_SIZES)
     greedy = {"temperature": 0.0, "logprobs": 2}
     for prompt in PROMPTS:
-        (whole,) = cold.generate(
+        (full_output,) = cold_llm.generate(
             [prompt], SamplingParams(**greedy, max_tokens=40, ignore_eos=True), use_tqdm=False
         )
-        tokens = list(whole.outputs[0].token_ids)
-        for end in [at for at in range(4, 24) if tokens.index(tokens[at]) == at][:8]:
+        tokens = list(full_output.outputs[0].token_ids)
+        for stop_position in [
+            position for position in range(4, 24) if tokens.index(tokens[position]) == position
+        ][:8]:
             params = SamplingParams(
-                **greedy, max_tokens=40, stop_token_ids=[tokens[end]], ignore_eos=True
+                **greedy, max_tokens=40, stop_token_ids=[tokens[stop_position]], ignore_eos=True
             )
-            (first,) = several.generate([prompt], params, use_tqdm=False)
-            assert list(first.outputs[0].token_ids) == tokens[: end + 1]
-            turn = {
+            (first_output,) = fused_llm.generate([prompt], params, use_tqdm=False)
+            assert list(first_output.outputs[0].token_ids) == tokens[: stop_position + 1]
+            second_prompt = {
                 "prompt_token_ids": [
-                    *first.prompt_token_ids,
-                    *first.outputs[0].token_ids,
+                    *first_output.prompt_token_ids,
+                    *first_output.outputs[0].token_ids,
                     20,
                     30,
                     40,
                 ]
             }
-            pair = [llm.generate([turn], params, use_tqdm=False)[0] for llm in (several, cold)]
-            assert same(*pair), f"{prompt!r} stopped at {end}"
-            assert pair[0].num_cached_tokens >= len(first.prompt_token_ids) + end
-    assert max(steps.counts) == 8
+            outputs = [
+                llm.generate([second_prompt], params, use_tqdm=False)[0]
+                for llm in (fused_llm, cold_llm)
+            ]
+            assert are_equal(*outputs), f"{prompt!r} stopped at {stop_position}"
+            assert (
+                outputs[0].num_cached_tokens >= len(first_output.prompt_token_ids) + stop_position
+            )
+    assert max(step_recorder.counts) == 8
 
 
-def test_nothing_is_compiled_in_service(several, steps):
-    several.generate(list(PROMPTS), SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
-    assert several.engine.runner.compiles.recompiles == 0
+def test_fused_steps_are_never_recompiled(fused_llm, step_recorder):
+    fused_llm.generate(
+        list(PROMPTS), SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False
+    )
+    assert fused_llm.engine.runner.compiles.recompiles == 0
 
 
-def test_a_number_that_makes_no_sense_is_refused():
+def test_invalid_max_steps_per_launch_is_refused():
     with pytest.raises(
         ModelError, match=r"max_steps_per_launch is 0; it must be an integer of at least 1"
     ):
@@ -228,16 +259,16 @@ def test_a_number_that_makes_no_sense_is_refused():
 
 
 @pytest.mark.parametrize(
-    "variant", thinned(DECODED, [v for v in DECODED if v.name in KINDS]), ids=lambda v: v.name
+    "variant",
+    thinned(GENERATING_VARIANTS, [v for v in GENERATING_VARIANTS if v.name in KINDS]),
+    ids=lambda v: v.name,
 )
 @pytest.mark.slow
-def test_bits_of_a_family_alone_in_series_and_in_company_in_single_steps(
-    variant, tmp_path, monkeypatch
-):
+def test_fused_steps_match_single_batched_steps_for_each_family(variant, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "LATENCY", 1e9)
-    made = Golden(variant, tmp_path)
+    golden = Golden(variant, tmp_path)
     llm = LLM(
-        str(made.folder),
+        str(golden.folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         enable_prefix_caching=False,
@@ -246,21 +277,23 @@ def test_bits_of_a_family_alone_in_series_and_in_company_in_single_steps(
         max_num_batched_tokens=16,
         kv_cache_memory_bytes=16 << 20,
     )
-    watch = Steps()
-    llm.engine.observers.append(watch)
+    step_recorder = StepRecorder()
+    llm.engine.observers.append(step_recorder)
     params = SamplingParams(
         temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2, detokenize=False
     )
-    prompts = [{"prompt_token_ids": tokens[:20]} for tokens in made.prompts[:2]]
-    alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
-    several = max(watch.counts)
-    watch.counts.clear()
-    others = [{"prompt_token_ids": prompt["prompt_token_ids"][1:]} for prompt in prompts] * 3
-    company = llm.generate(prompts + others, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in company[:2]] == [
-        output.token_ids for output in alone
+    prompts = [{"prompt_token_ids": tokens[:20]} for tokens in golden.prompts[:2]]
+    fused_answers = [
+        llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts
     ]
-    assert [output.outputs[0].logprobs for output in company[:2]] == [
-        output.logprobs for output in alone
+    max_fused_steps = max(step_recorder.counts)
+    step_recorder.counts.clear()
+    other_prompts = [{"prompt_token_ids": prompt["prompt_token_ids"][1:]} for prompt in prompts] * 3
+    batched_outputs = llm.generate(prompts + other_prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in batched_outputs[:2]] == [
+        output.token_ids for output in fused_answers
     ]
-    assert several == (1 if llm.engine.config.state_layers else 8)
+    assert [output.outputs[0].logprobs for output in batched_outputs[:2]] == [
+        output.logprobs for output in fused_answers
+    ]
+    assert max_fused_steps == (1 if llm.engine.config.state_layers else 8)

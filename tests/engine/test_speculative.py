@@ -1,5 +1,5 @@
-"""Speculative decoding gives the bits of plain decoding, whatever the drafts, and whatever else is
-asked for.
+"""Speculative decoding gives the same answers, bit for bit, as plain decoding, for all drafts and
+sampling parameters.
 """
 
 import random
@@ -47,8 +47,8 @@ DRAFTED = StepShape.largest(4, 48, 16, max_drafts=DRAFTS)
 
 @pytest.fixture(scope="module")
 def compiled():
-    """quill's steps, without drafts and with them; with them also those that draw plainly, as on a
-    GPU.
+    """Warm runners of quill without and with drafts, the latter with plain sampling programs, as on
+    a GPU; and the tokenizer.
     """
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
@@ -66,7 +66,7 @@ def compiled():
 def engine_of(
     compiled, shape=DRAFTED, num_pages=400, host_cache=None, method="ngram", **config
 ) -> Engine:
-    """With a device state of its own, and the steps that are compiled."""
+    """Makes an engine with a new device state and the compiled steps."""
     runners, tokenizer = compiled
     old = runners[shape]
     runner = Runner(old.config, old.weights, shape, old.num_pages, 16, LENGTH, True)
@@ -85,8 +85,8 @@ def engine_of(
 
 
 class Oracle:
-    """Drafts what plain decoding said, each token wrong with some chance: so drafts are accepted to
-    any depth.
+    """Proposes the tokens of plain decoding, some of them changed at random, so that any number of
+    drafts is accepted.
     """
 
     def __init__(self, answers, rng: random.Random, vocab: int):
@@ -94,14 +94,14 @@ class Oracle:
         self.rng = rng
         self.vocab = vocab
 
-    def propose(self, seq, most):
-        truth = self.answers[seq.request.request_id][seq.index][0][seq.num_output :]
-        wrong = self.rng.choice((0, 0.1, 0.5))
+    def propose(self, seq, max_drafts):
+        expected_tokens = self.answers[seq.request.request_id][seq.index][0][seq.num_output :]
+        error_rate = self.rng.choice((0, 0.1, 0.5))
         drafts = [
-            self.rng.randrange(self.vocab) if self.rng.random() < wrong else token
-            for token in truth
+            self.rng.randrange(self.vocab) if self.rng.random() < error_rate else token
+            for token in expected_tokens
         ]
-        return (drafts + [self.rng.randrange(self.vocab)])[: self.rng.randint(0, most)]
+        return (drafts + [self.rng.randrange(self.vocab)])[: self.rng.randint(0, max_drafts)]
 
     def end(self, seq):
         pass
@@ -109,15 +109,13 @@ class Oracle:
 
 @pytest.mark.random
 @pytest.mark.slow
-def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
-    """Random requests with drafts that are right to any depth, also where pages are short, and from
-    disk.
-    """
+def test_random_requests_with_drafts_match_plain_decoding(compiled, tmp_path):
+    """Engines have many or few pages, a host cache and a disk cache, or draft adaptively."""
     rng = random.Random(3)
     runners = compiled[0]
-    plain = engine_of(compiled, PLAIN)
+    plain_engine = engine_of(compiled, PLAIN)
     config = runners[DRAFTED].config
-    recompiled = runners[DRAFTED].compiles.recompiles
+    recompiles = runners[DRAFTED].compiles.recompiles
     sizes = [page_bytes(config, group, 16) for group in range(len(config.windows))]
     host_cache = HostCache(sizes, 12 * max(sizes), DiskCache(tmp_path, 1 << 30), b"quill")
     engines = {
@@ -126,73 +124,76 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
         "tiered": engine_of(compiled, num_pages=17, host_cache=host_cache, adapts=False),
         "adaptive": engine_of(compiled, adapts=True),
     }
-    gave_way = 0
-    for number in range(cases(60, least=12)):
+    num_preemptions = 0
+    for mix_index in range(cases(60, least=12)):
         requests, arrivals = mix(rng, config.vocab_size)
-        expected = serve(plain, requests, arrivals)
+        expected = serve(plain_engine, requests, arrivals)
         for kind in ("roomy", rng.choice(("tight", "tiered", "adaptive"))):
             engine = engines[kind]
             engine.speculator.host_drafter = Oracle(expected, rng, config.vocab_size)
-            watch = Preemptions(engine)
-            assert serve(engine, requests, arrivals) == expected, f"mix {number}, {kind}"
-            gave_way += watch.count
-        victim = rng.choice(list(requests))
-        left = serve(
-            engines["roomy"], requests, arrivals, [(victim, arrivals[victim] + rng.randint(0, 9))]
+            preemptions = Preemptions(engine)
+            assert serve(engine, requests, arrivals) == expected, f"mix {mix_index}, {kind}"
+            num_preemptions += preemptions.count
+        aborted_name = rng.choice(list(requests))
+        aborted_answers = serve(
+            engines["roomy"],
+            requests,
+            arrivals,
+            [(aborted_name, arrivals[aborted_name] + rng.randint(0, 9))],
         )
         for name, answers in expected.items():
-            if name != victim:
-                assert left[name] == answers
+            if name != aborted_name:
+                assert aborted_answers[name] == answers
             else:
                 assert all(
-                    cut[0] == own[0][: len(cut[0])]
-                    for cut, own in zip(left[name], answers, strict=True)
+                    aborted_answer[0] == answer[0][: len(aborted_answer[0])]
+                    for aborted_answer, answer in zip(aborted_answers[name], answers, strict=True)
                 )
     engines["tiered"].close()
     for engine in engines.values():
         accepted = engine.speculator.counts.accepted
-        assert accepted[0] > accepted[-1] > 0, "drafts were accepted to every depth"
-    assert gave_way > 0 and runners[DRAFTED].compiles.recompiles == recompiled
+        assert accepted[0] > accepted[-1] > 0, "drafts must be accepted at every depth"
+    assert num_preemptions > 0 and runners[DRAFTED].compiles.recompiles == recompiles
 
 
-def test_steps_that_verify_draw_plainly_where_all_do(compiled):
-    """Those programs that lack what nobody asks for give the same, and a step in which somebody
-    asks is another's.
+def test_plain_sampling_programs_verify_drafts(compiled):
+    """Plain sampling programs give the same answers, and are not used if a request has parameters
+    that they do not support.
     """
     engine = engine_of(compiled, adapts=False)
-    plain = engine_of(compiled, PLAIN)
+    plain_engine = engine_of(compiled, PLAIN)
     sizes = compiled[0][DRAFTED].compiled
-    used = []
+    called_sizes = []
     assert {*engine.runner.plain} == {size for size in sizes if size.samples >= size.rows}
 
-    def told(size, program):
-        def call(*given):
-            used.append(size)
-            return program(*given)
+    def record_calls(size, program):
+        def recording_program(*arguments):
+            called_sizes.append(size)
+            return program(*arguments)
 
-        return call
+        return recording_program
 
     engine.runner.plain = {
-        size: told(size, program) for size, program in engine.runner.plain.items()
+        size: record_calls(size, program) for size, program in engine.runner.plain.items()
     }
     prompt = compiled[1].encode("Once upon a time")
-    asked = {"top_k": 3}, {"presence_penalty": 1.0}, {"logprobs": 1}, {"min_tokens": 19}
-    for more in ({}, *asked):
+    other_params = {"top_k": 3}, {"presence_penalty": 1.0}, {"logprobs": 1}, {"min_tokens": 19}
+    for params in ({}, *other_params):
         requests = {
-            str(seed): (prompt, SamplingParams(temperature=t, seed=seed, max_tokens=20, **more))
+            str(seed): (prompt, SamplingParams(temperature=t, seed=seed, max_tokens=20, **params))
             for seed, t in enumerate((0, 0.8, 1.0))
         }
         arrivals = dict.fromkeys(requests, 0)
-        expected = serve(plain, requests, arrivals)
+        expected = serve(plain_engine, requests, arrivals)
         engine.speculator.host_drafter = Oracle(expected, random.Random(5), engine.runner.vocab)
-        used.clear()
+        called_sizes.clear()
         assert serve(engine, requests, arrivals) == expected
-        assert any(size.rows > size.seqs for size in used) == (not more)
+        assert any(size.rows > size.seqs for size in called_sizes) == (not params)
     assert engine.speculator.counts.accepted[-1] > 0
 
 
 class Preemptions(Observer):
-    """Counts them, in one mix."""
+    """Counts the preemptions of one mix of requests."""
 
     def __init__(self, engine: Engine):
         self.count = 0
@@ -205,8 +206,8 @@ class Preemptions(Observer):
 
 
 class Ahead(Observer):
-    """Counts sequences with drafts whose step was planned before it was known which of the last
-    were right.
+    """Counts sequences with drafts whose step was planned before the accepted drafts of the last
+    step were known.
     """
 
     def __init__(self):
@@ -231,116 +232,114 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.nightly  # test_speculative_matrix.py has some of it
+@pytest.mark.nightly  # test_speculative_matrix.py covers a part of this
 @pytest.mark.parametrize(
     "config", CONFIGS, ids=lambda config: "-".join(map(str, config.values()))[-24:]
 )
-def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path):
-    """Its own drafts, taken always and only where they pay, where pages are short; all is asked a
-    second time.
-    """
+def test_all_drafters_leave_answers_unchanged(compiled, config, tmp_path):
+    """With adaptive drafting, and with drafts in every step and few pages; requests repeat."""
     rng = random.Random(4)
     vocab = compiled[0][DRAFTED].config.vocab_size
-    plain = engine_of(compiled, PLAIN)
-    common = {
+    plain_engine = engine_of(compiled, PLAIN)
+    options = {
         "dtype": "float32",
         "max_model_len": LENGTH,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 48,
     }
-    memory = {
+    cache_options = {
         "kv_cache_memory_bytes": 2 << 20,
         "kv_cache_disk": str(tmp_path),
         "kv_cache_host_bytes": 1 << 20,
     }
     llms = [
-        LLM(**common, speculative_config=config),
-        LLM(**common, **memory, speculative_config=config | {"adapts": False}),
+        LLM(**options, speculative_config=config),
+        LLM(**options, **cache_options, speculative_config=config | {"adapts": False}),
     ]
-    compiles = [take_snapshot(llm.engine).recompiles for llm in llms]  # those of the other
-    llms[1].engine.observers.append(ahead := Ahead())
+    recompiles = [take_snapshot(llm.engine).recompiles for llm in llms]
+    llms[1].engine.observers.append(planned_ahead := Ahead())
     for _ in range(cases(20, least=3)):
         requests, arrivals = mix(rng, vocab)
-        expected = serve(plain, requests, arrivals)
+        expected = serve(plain_engine, requests, arrivals)
         for llm, _ in product(llms, range(2)):
             assert serve(llm.engine, requests, arrivals) == expected
     assert llms[1].engine.speculator.counts.accepted[0] > 0
-    assert (ahead.count > 0) == llms[1].engine.speculator.on_device
+    assert (planned_ahead.count > 0) == llms[1].engine.speculator.on_device
     runner = llms[0].engine.runner
-    for (
-        size,
-        resting,
-    ) in runner.without_drafter.items():  # the drafter's products and loops are not in it
+    for size, resting in runner.without_drafter.items():  # without the drafter's operations
         assert (
             "/draft/" in runner.compiled[size].as_text()
             and "/draft/" not in resting.program.as_text()
         )
-    assert [take_snapshot(llm.engine).recompiles for llm in llms] == compiles
+    assert [take_snapshot(llm.engine).recompiles for llm in llms] == recompiles
     for llm in llms:
         llm.close()
 
 
 @pytest.mark.slow
-def test_draws_follow_the_models_distribution(compiled):
-    """With drafts and without, second tokens are drawn as the model's own probabilities say
-    (chi-square).
-    """
+def test_sampling_with_drafts_follows_the_model_distribution(compiled):
+    """A chi-square test of second tokens against the model's probabilities, with drafts."""
     prompt = compiled[1].encode("Once upon a time")
-    tokens = 2000
-    one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=20)
+    num_requests = 2000
+    one_token_params = SamplingParams(temperature=1.0, max_tokens=1, logprobs=20)
     engine = engine_of(compiled, PLAIN)
     (token,) = serve(
         engine, {"0": (prompt, SamplingParams(temperature=0, max_tokens=1))}, {"0": 0}
     )["0"][0][0]
-    (answer,) = serve(engine, {"1": ([*prompt, token], one)}, {"1": 0})["1"]
-    listed = {entry[0]: np.exp(entry[1]) for entry in answer[4][0]}
-    drafted = engine_of(compiled, adapts=False)
-    drafted.speculator.host_drafter = Always([token, answer[0][0], 7, 9])
-    seen: dict[int, int] = {}
+    (answer,) = serve(engine, {"1": ([*prompt, token], one_token_params)}, {"1": 0})["1"]
+    probabilities = {entry[0]: np.exp(entry[1]) for entry in answer[4][0]}
+    drafting_engine = engine_of(compiled, adapts=False)
+    drafting_engine.speculator.host_drafter = Always([token, answer[0][0], 7, 9])
+    counts: dict[int, int] = {}
     requests = {
         str(seed): (
             prompt,
             SamplingParams(temperature=1.0, seed=seed, max_tokens=3, allowed_token_ids=None),
         )
-        for seed in range(tokens)
+        for seed in range(num_requests)
     }
-    for start in range(0, tokens, 400):
-        part = dict(list(requests.items())[start : start + 400])
-        for ((ids, *_),) in serve(drafted, part, dict.fromkeys(part, 0)).values():
+    for start in range(0, num_requests, 400):
+        requests_part = dict(list(requests.items())[start : start + 400])
+        for ((ids, *_),) in serve(
+            drafting_engine, requests_part, dict.fromkeys(requests_part, 0)
+        ).values():
             if ids[0] == token and len(ids) > 1:
-                seen[ids[1]] = seen.get(ids[1], 0) + 1
-    total = sum(seen.values())
-    expected = {t: p * total for t, p in listed.items() if p * total >= 5}
-    observed = [seen.get(t, 0) for t in expected]
-    rest = total - sum(observed)
-    rest_expected = total - sum(expected.values())
+                counts[ids[1]] = counts.get(ids[1], 0) + 1
+    total = sum(counts.values())
+    expected = {t: p * total for t, p in probabilities.items() if p * total >= 5}
+    observed = [counts.get(t, 0) for t in expected]
+    other_observed = total - sum(observed)
+    other_expected = total - sum(expected.values())
     assert (
         total > 300
-        and stats.chisquare([*observed, rest], [*expected.values(), rest_expected]).pvalue > 1e-4
+        and stats.chisquare(
+            [*observed, other_observed], [*expected.values(), other_expected]
+        ).pvalue
+        > 1e-4
     )
 
 
 class Always:
-    """Drafts the same tokens again and again."""
+    """Proposes the same tokens for every answer."""
 
     def __init__(self, drafts):
         self.drafts = drafts
 
-    def propose(self, seq, most):
-        return self.drafts[seq.num_output :][:most]
+    def propose(self, seq, max_drafts):
+        return self.drafts[seq.num_output :][:max_drafts]
 
     def end(self, seq):
         pass
 
 
 class Pretended(SimpleNamespace):
-    """What drafters see of a sequence."""
+    """Has those attributes of a sequence that drafters use."""
 
     __hash__ = object.__hash__
 
 
-def test_an_ngram_is_followed_by_what_followed_it_last():
-    """Random texts of few tokens beside a naive search, drafted from as they grow."""
+def test_ngram_drafter_matches_a_naive_search():
+    """Proposals for growing random texts over few tokens are compared with a naive search."""
     rng = random.Random(5)
     for _ in range(30):
         drafter = NgramDrafter(2, 4)
@@ -350,15 +349,15 @@ def test_an_ngram_is_followed_by_what_followed_it_last():
             tokens = seq.tokens
             expected = []
             for length in (4, 3, 2):
-                ends = [
+                match_ends = [
                     end
                     for end in range(length, len(tokens))
                     if tokens[end - length : end] == tokens[-length:]
                 ]
-                if ends and len(tokens) >= length:
+                if match_ends and len(tokens) >= length:
                     following = list(tokens)
                     for index in range(5):
-                        following.append(following[ends[-1] + index])
+                        following.append(following[match_ends[-1] + index])
                     expected = following[len(tokens) :]
                     break
             assert drafter.propose(seq, 5) == expected
@@ -373,64 +372,62 @@ def sequence(tokens, salt=None, prompt=0):
     )
 
 
-def test_answers_that_were_given_are_drafted_again():
+def test_suffix_drafter_proposes_earlier_answers():
     drafter = SuffixDrafter(max_texts=2)
-    first = sequence([1, 2, 3, 4, 5, 6], prompt=2)
-    assert drafter.propose(first, 4) == []
-    drafter.end(first)
-    again = sequence([9, 2, 3])
-    assert drafter.propose(again, 9) == [4, 5, 6]
-    assert drafter.propose(again, 2) == [4, 5]
+    first_sequence = sequence([1, 2, 3, 4, 5, 6], prompt=2)
+    assert drafter.propose(first_sequence, 4) == []
+    drafter.end(first_sequence)
+    repeated = sequence([9, 2, 3])
+    assert drafter.propose(repeated, 9) == [4, 5, 6]
+    assert drafter.propose(repeated, 2) == [4, 5]
     assert drafter.propose(sequence([9, 2, 3], salt="somebody else"), 9) == []
-    for other in ([7, 2, 3, 8], [8, 8, 8]):  # two texts are remembered, and the first goes
-        text = sequence(other)
+    for tokens in ([7, 2, 3, 8], [8, 8, 8]):  # the drafter keeps two texts and drops the first
+        text = sequence(tokens)
         drafter.propose(text, 1)
         drafter.end(text)
-    assert drafter.propose(again, 9)[:1] == [8]
+    assert drafter.propose(repeated, 9)[:1] == [8]
     assert (
         not drafter.places["somebody else"].ends.get((5, 6))
         and (5, 6) not in drafter.places[None].ends
     )
 
 
-def test_most_votes_win_among_the_longest_matches():
+def test_suffix_drafter_counts_votes_of_the_longest_matches():
     drafter = SuffixDrafter(max_texts=10)
     for tail in ([3, 4], [3, 4], [3, 5]):
         text = sequence([1, 2, *tail])
         drafter.propose(text, 1)
         drafter.end(text)
     assert drafter.propose(sequence([1, 2]), 2) == [3, 4]
-    longer = sequence([7, 1, 2, 6])
-    drafter.propose(longer, 1)
-    drafter.end(longer)
-    assert drafter.propose(sequence([7, 1, 2]), 1) == [6], (
-        "what agrees further back is more like it"
-    )
+    longer_sequence = sequence([7, 1, 2, 6])
+    drafter.propose(longer_sequence, 1)
+    drafter.end(longer_sequence)
+    assert drafter.propose(sequence([7, 1, 2]), 1) == [6], "a longer match must win"
 
 
 @pytest.mark.slow
-def test_a_drafter_catches_up_on_what_it_has_not_followed():
-    """After steps without drafts it says what it would have said; so it does where it finds pages
-    that it never saw.
+def test_draft_model_catches_up_after_steps_without_drafts():
+    """After steps without drafts, and with cached pages that it has not computed, it proposes the
+    same tokens as if it had drafted in every step.
     """
     rng = random.Random(8)
-    asked = [list(range(300, 370)), list(range(300, 350)) + [20, 21]]
+    prompts = [list(range(300, 370)), list(range(300, 350)) + [20, 21]]
     config = {"method": "draft_model", "model": CONFIGS[2]["model"], "adapts": False}
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    found = {}
+    results = {}
     llm = LLM(
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=LENGTH, speculative_config=config
     )
-    for kind in ("always", "at times"):
+    for mode in ("always", "at times"):
         assert llm.reset_prefix_cache()
-        seen = Recorded.of(llm.engine)
+        recorder = Recorded.of(llm.engine)
         plan_drafts = llm.engine.speculator.plan_drafts
         drafting = []
 
         def at_times(
             running, step=plan_drafts, speculator=llm.engine.speculator, drafting=drafting
         ):
-            """Rests for some steps, begins again for some."""
+            """Drafts in random steps only."""
             step(running)
             for seq in speculator.records:
                 if rng.random() < (0.05 if drafting else 0.9):
@@ -438,25 +435,27 @@ def test_a_drafter_catches_up_on_what_it_has_not_followed():
                     seq.draft.clear()
                 drafting[:] = [True] * (seq.draft.num_requested > 0)
 
-        if kind == "at times":
+        if mode == "at times":
             llm.engine.speculator.plan_drafts = at_times
         answers = []
-        compiles = take_snapshot(llm.engine).recompiles
-        for prompt in asked:
+        recompiles = take_snapshot(llm.engine).recompiles
+        for prompt in prompts:
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             answers.append(output.outputs[0].token_ids)
-        assert take_snapshot(llm.engine).recompiles == compiles
-        found[kind] = answers, seen.proposed
-        llm.engine.observers.remove(seen)
+        assert take_snapshot(llm.engine).recompiles == recompiles
+        results[mode] = answers, recorder.proposed
+        llm.engine.observers.remove(recorder)
     llm.close()
-    expected, always = found["always"]
-    answers, times = found["at times"]
-    both = always.keys() & times.keys()
-    assert answers == expected and len(both) > 15
-    assert {known: always[known] for known in both} == {known: times[known] for known in both}
+    expected, expected_drafts = results["always"]
+    answers, drafts = results["at times"]
+    common_texts = expected_drafts.keys() & drafts.keys()
+    assert answers == expected and len(common_texts) > 15
+    assert {text: expected_drafts[text] for text in common_texts} == {
+        text: drafts[text] for text in common_texts
+    }
 
 
-def speculator(seconds, **config):
+def make_speculator(seconds, **config):
     return Speculator(parse_speculative_config({"method": "ngram", **config}), seconds)
 
 
@@ -478,28 +477,28 @@ def running(count, drafts, tokens=50):
 @pytest.mark.parametrize(
     ("rate", "slope", "expected"), [(0.9, 0.01, 4), (0.7, 0.5, 1), (0.3, 0.01, 3), (0.05, 0.2, 0)]
 )
-def test_as_many_drafts_as_pay(rate, slope, expected):
-    """Beside the best depth by the formula (1 - a^(k+1)) / (1 - a) over the time of a step."""
-    own = speculator(lambda rows, seqs, drafts: 1 + slope * (rows - seqs))
+def test_number_of_drafts_maximizes_speed(rate, slope, expected):
+    """The best depth k maximises (1 - a^(k+1)) / (1 - a), divided by the time of a step."""
+    speculator = make_speculator(lambda rows, seqs, drafts: 1 + slope * (rows - seqs))
     (seq,) = running(1, 4)
-    own.records = {seq: DraftRecord(AcceptanceRate(24, rate * 1e6, 1e6))}
-    own.is_drafting = True
-    own.plan_drafts([seq])
+    speculator.records = {seq: DraftRecord(AcceptanceRate(24, rate * 1e6, 1e6))}
+    speculator.is_drafting = True
+    speculator.plan_drafts([seq])
     speeds = [sum(rate**i for i in range(k + 1)) / (1 + slope * k) for k in range(5)]
     assert speeds.index(max(speeds)) == len(seq.draft.tokens) == expected
     assert seq.draft.waits_for_host == (expected > 0)
 
 
 class Chance:
-    """Drafts zeros, which are right, each with a chance; and has an idea at all with another."""
+    """Proposes drafts with probability `ideas`; each is 0, i.e. right, with probability `rate`."""
 
     def __init__(self, rng, rate, ideas):
         self.rng = rng
         self.rate = rate
         self.ideas = ideas
 
-    def propose(self, seq, most):
-        return drawn(self.rng, self.rate, most if self.rng.random() < self.ideas else 0)
+    def propose(self, seq, max_drafts):
+        return drawn(self.rng, self.rate, max_drafts if self.rng.random() < self.ideas else 0)
 
     def end(self, seq):
         pass
@@ -509,21 +508,30 @@ def drawn(rng, rate, count):
     return [int(rng.random() >= rate) for _ in range(count)]
 
 
-def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda step: 1.0, dear=1.0,
-         turns=False, drafted: list[int] | None = None) -> float:  # fmt: skip
-    """Tokens over those of plain decoding in the same time, by a clock that goes as the table of
-    step times says.
+def gain(
+    config,
+    count,
+    rate,
+    proposal_rate=1.0,
+    draft_seconds=0.0,
+    steps=1500,
+    slowness=lambda step: 1.0,
+    verify_slowdown=1.0,
+    has_turns=False,
+    drafted_counts: list[int] | None = None,
+) -> float:
+    """Simulates drafting; returns the number of tokens over that of plain decoding in equal time.
 
-    Where tokens are waited for, the host's tenth of a millisecond comes on top. All is slower by
-    `slowness(step)`, and steps that verify take `dear` times as long as the table says. A draft is
-    0 where it is right. With `turns` answers have many lengths, and others come when all are there.
-    `drafted` gets the tokens that each step drafts.
+    The time of a step is that of the speculator's table, plus 0.1 ms if the host waits for tokens,
+    times `slowness(step)`, and times `verify_slowdown` if the step verifies drafts. A draft is
+    right if it is 0. With `has_turns`, answers have different lengths, and new sequences start when
+    all have ended. The number of tokens that each step drafts is appended to `drafted_counts`.
     """
 
     def seconds(rows, seqs, drafts):
-        return 8e-4 + 2.5e-5 * rows + drafts * draft
+        return 8e-4 + 2.5e-5 * rows + drafts * draft_seconds
 
-    def new():
+    def make_sequence():
         seq = Pretended(
             tokens=[0, 0],
             num_prompt=1,
@@ -535,51 +543,61 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
             constraint=None,
             pool=None,
         )
-        own.add(seq)
+        speculator.add(seq)
         return seq
 
     rng = random.Random(1)
-    lengths = range(10, 200, 10) if turns else [200]
-    # to propose takes 10 µs
-    own = Speculator(parse_speculative_config(config), seconds, count_up(step=1e-5).__next__)
-    if not own.on_device:
-        own.host_drafter = Chance(rng, rate, ideas)
-    seqs = [new() for _ in range(count)]
-    plain = 0.0
+    lengths = range(10, 200, 10) if has_turns else [200]
+    # a proposal takes 10 µs
+    speculator = Speculator(parse_speculative_config(config), seconds, count_up(step=1e-5).__next__)
+    if not speculator.on_device:
+        speculator.host_drafter = Chance(rng, rate, proposal_rate)
+    seqs = [make_sequence() for _ in range(count)]
+    plain_tokens = 0.0
     tokens = 0
     for step in range(steps):
-        own.plan_drafts(seqs)
-        waited = any(seq.draft.waits_for_host for seq in seqs)
-        asks = max(seq.draft.num_requested for seq in seqs)
+        speculator.plan_drafts(seqs)
+        is_waiting = any(seq.draft.waits_for_host for seq in seqs)
+        num_requested = max(seq.draft.num_requested for seq in seqs)
         verified = [
-            seq.draft.proposals[: seq.draft.num_on_device] if own.on_device else seq.draft.tokens
+            seq.draft.proposals[: seq.draft.num_on_device]
+            if speculator.on_device
+            else seq.draft.tokens
             for seq in seqs
         ]
         drafts = sum(map(len, verified))
-        n = len(seqs)
-        if drafted is not None:
-            drafted.append(drafts + asks)
-        took = (seconds(n + drafts, n, asks) + 1e-4 * waited) * (dear if drafts else 1)
-        if own.records_timing:
-            own.record_step_time(n, drafts, asks, waited or drafts > 0, took * slowness(step))
-        plain += n * took / seconds(n, n, 0)
+        num_seqs = len(seqs)
+        if drafted_counts is not None:
+            drafted_counts.append(drafts + num_requested)
+        seconds_taken = (
+            seconds(num_seqs + drafts, num_seqs, num_requested) + 1e-4 * is_waiting
+        ) * (verify_slowdown if drafts else 1)
+        if speculator.records_timing:
+            speculator.record_step_time(
+                num_seqs,
+                drafts,
+                num_requested,
+                is_waiting or drafts > 0,
+                seconds_taken * slowness(step),
+            )
+        plain_tokens += num_seqs * seconds_taken / seconds(num_seqs, num_seqs, 0)
         for index, seq in enumerate(seqs):
             length = len(verified[index])
-            right = next((at for at, token in enumerate(verified[index]) if token), length)
-            seq.tokens += [0] * (1 + right)
-            seq.num_output += 1 + right
-            tokens += 1 + right
+            num_accepted = next((at for at, token in enumerate(verified[index]) if token), length)
+            seq.tokens += [0] * (1 + num_accepted)
+            seq.num_output += 1 + num_accepted
+            tokens += 1 + num_accepted
             seq.draft.proposals = drawn(rng, rate, seq.draft.num_requested)
             seq.draft.num_on_device = seq.draft.num_requested
-            seq.pending = int(not waited)
+            seq.pending = int(not is_waiting)
             if seq.num_output < seq.max_tokens:
-                own.draft_next(seq, length, right)
+                speculator.draft_next(seq, length, num_accepted)
             else:
-                own.remove(seq)
-                seqs[index] = None if turns else new()
+                speculator.remove(seq)
+                seqs[index] = None if has_turns else make_sequence()
             seq.pending = 0
-        seqs = [seq for seq in seqs if seq is not None] or [new() for _ in range(count)]
-    return tokens / plain
+        seqs = [seq for seq in seqs if seq is not None] or [make_sequence() for _ in range(count)]
+    return tokens / plain_tokens
 
 
 LAYERS = {"method": "self", "num_layers": 4}
@@ -587,7 +605,7 @@ LAYERS = {"method": "self", "num_layers": 4}
 
 @pytest.mark.parametrize("count", [1, 4, 16])
 @pytest.mark.parametrize(
-    ("config", "draft", "ideas"),
+    ("config", "draft_seconds", "proposal_rate"),
     [
         ({"method": "ngram"}, 0, 1),
         ({"method": "ngram"}, 0, 0.3),
@@ -596,60 +614,69 @@ LAYERS = {"method": "self", "num_layers": 4}
     ],
 )
 @pytest.mark.slow
-def test_drafts_gain_what_they_can_and_cost_next_to_nothing(config, draft, ideas, count):
-    """Beside plain decoding, and beside the best depth for drafts that are right so often, by the
-    formula.
-    """
-    waiting = 1e-4 if config["method"] == "ngram" else 0
-    for rate in (0, 0.3, 0.7, 0.95, 1):
-        own = 8e-4 + 2.5e-5 * count
-        best = max(
-            sum(rate**i for i in range(k + 1))
-            / ((own + 2.5e-5 * count * k + k * draft + waiting) / own)
+def test_adaptive_drafting_is_near_optimal(config, draft_seconds, proposal_rate, count):
+    """Compares the speed with plain decoding and with the best fixed depth."""
+    wait_seconds = 1e-4 if config["method"] == "ngram" else 0
+    for acceptance_rate in (0, 0.3, 0.7, 0.95, 1):
+        plain_seconds = 8e-4 + 2.5e-5 * count
+        best_possible = max(
+            sum(acceptance_rate**i for i in range(k + 1))
+            / (
+                (plain_seconds + 2.5e-5 * count * k + k * draft_seconds + wait_seconds)
+                / plain_seconds
+            )
             for k in range(1, 5)
         )
-        found = gain(config, count, rate, ideas, draft)
-        assert found > 0.97
-        assert ideas < 1 or found > 0.93 * best
+        actual = gain(config, count, acceptance_rate, proposal_rate, draft_seconds)
+        assert actual > 0.97
+        assert proposal_rate < 1 or actual > 0.93 * best_possible
 
 
 @pytest.mark.parametrize("config", [{"method": "ngram"}, LAYERS])
-@pytest.mark.parametrize("every", [60, 400])
-def test_drafts_go_on_where_the_machine_changes_its_pace(config, every):
-    """Others make it two and a half times slower for a while, and each step takes a fifth more or
-    less by chance.
-    """
+@pytest.mark.parametrize("period", [60, 400])
+def test_adaptive_drafting_tolerates_varying_step_times(config, period):
+    """The machine is 2.5 times slower in every second period, and steps vary by 20 %."""
     rng = random.Random(2)
     noise = [rng.uniform(0.8, 1.2) for _ in range(3000)]
 
     def slowness(step):
-        return (2.5 if step // every % 2 else 1.0) * noise[step]
+        return (2.5 if step // period % 2 else 1.0) * noise[step]
 
-    steady = gain(config, 1, 0.9, draft=1e-4, steps=3000)
-    assert gain(config, 1, 0.9, draft=1e-4, steps=3000, slowness=slowness) > 0.93 * steady
-    assert gain(config, 1, 0.0, draft=1e-4, steps=3000, slowness=slowness) > 0.96
+    steady_gain = gain(config, 1, 0.9, draft_seconds=1e-4, steps=3000)
+    assert (
+        gain(config, 1, 0.9, draft_seconds=1e-4, steps=3000, slowness=slowness) > 0.93 * steady_gain
+    )
+    assert gain(config, 1, 0.0, draft_seconds=1e-4, steps=3000, slowness=slowness) > 0.96
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.6])
-def test_what_drafts_cost_in_service_is_learnt_for_all_sizes_at_once(rate):
-    """Steps that verify take twice what they took alone, and the number of sequences falls from 16
-    to 1 and rises.
+def test_measured_draft_cost_applies_to_all_batch_sizes(rate):
+    """Verifying takes twice the time of the table, while the number of sequences varies from 16
+    to 1.
     """
-    assert gain(LAYERS, 16, rate, draft=1e-4, steps=600, dear=2.0, turns=True) > 0.964
+    assert (
+        gain(LAYERS, 16, rate, draft_seconds=1e-4, steps=600, verify_slowdown=2.0, has_turns=True)
+        > 0.964
+    )
 
 
 @pytest.mark.parametrize(
-    ("config", "rate", "draft", "share"),
+    ("config", "rate", "draft_seconds", "share"),
     [
         (LAYERS, 0.0, 1e-4, "0%"), (LAYERS, 0.3, 4e-4, "[234][0-9]%"), (LAYERS, 1.0, 1e-2, None),
         ({"method": "ngram"}, 0.0, 0.0, "0%"),
     ],
 )  # fmt: skip
-def test_drafts_that_gain_nothing_are_reported_once_and_stop(caplog, config, rate, draft, share):
+def test_useless_drafting_is_reported_once_and_stops(caplog, config, rate, draft_seconds, share):
     caplog.set_level("INFO", "quire")
-    drafted: list[int] = []
-    assert gain(config, 1, rate, draft=draft, steps=4000, drafted=drafted) > 0.985
-    assert sum(drafted[-2000:]) <= 4
+    drafted_counts: list[int] = []
+    assert (
+        gain(
+            config, 1, rate, draft_seconds=draft_seconds, steps=4000, drafted_counts=drafted_counts
+        )
+        > 0.985
+    )
+    assert sum(drafted_counts[-2000:]) <= 4
     (message,) = [record.getMessage() for record in caplog.records]
     pattern = (
         rf"speculative decoding \({config['method']}\) does not pay with 1 running sequences: "
@@ -663,17 +690,15 @@ def test_drafts_that_gain_nothing_are_reported_once_and_stop(caplog, config, rat
 
 
 @pytest.mark.parametrize("config", [LAYERS, {"method": "ngram"}])
-def test_drafts_that_pay_are_not_reported(caplog, config):
+def test_useful_drafting_is_not_reported(caplog, config):
     caplog.set_level("INFO", "quire")
-    assert gain(config, 1, 0.9, draft=1e-4, steps=4000) > 1.3
+    assert gain(config, 1, 0.9, draft_seconds=1e-4, steps=4000) > 1.3
     assert not caplog.records
 
 
-def test_drafts_that_cannot_pay_are_not_even_tried():
-    """A step that takes as much longer as it drafts tokens: no draft, and no look, whatever would
-    be accepted.
-    """
-    own = Speculator(
+def test_too_expensive_drafting_is_never_tried():
+    """If a draft takes a thousand times as long as a step, not even a trial draft is made."""
+    speculator = Speculator(
         parse_speculative_config(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts
     )
     seqs = running(16, 0)
@@ -681,9 +706,9 @@ def test_drafts_that_cannot_pay_are_not_even_tried():
         seq.pool = None
         seq.max_tokens = 100
         seq.draft.waits_for_host = False
-        own.add(seq)
+        speculator.add(seq)
     for _ in range(200):
-        own.plan_drafts(seqs)
+        speculator.plan_drafts(seqs)
         assert not any(seq.draft.num_requested or seq.draft.waits_for_host for seq in seqs)
 
 
@@ -725,27 +750,27 @@ BAD = [
 
 
 @pytest.mark.parametrize(("config", "message"), BAD)
-def test_what_cannot_be_drafted_is_refused(config, message):
+def test_invalid_speculative_config_is_refused(config, message):
     with pytest.raises(ModelError, match=message):
         LLM(speculative_config=config, max_num_batched_tokens=8, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_its_drafter(method):
+def test_every_method_has_a_drafter(method):
     row = METHODS[method]
     module = import_module(row.module, "quire.serving.speculative")
     assert hasattr(module, "load_drafter" if row.on_device else "make_drafter")
 
 
-def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
-    """What may come is what a grammar says that never looked ahead; the first case broke one that
-    was rolled back.
+def test_allowed_after_drafts_leaves_the_grammar_state_unchanged(compiled):
+    """The masks equal those of a constraint without lookahead; the first case once failed after a
+    rollback.
     """
     tokenizer = compiled[1]
     rng = random.Random(9)
     stops = frozenset({2})
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    known = [
+    recorded_steps = [
         (334, []),
         (299, [841, 539, 87]),
         (287, [334, 658, 701, 266]),
@@ -753,43 +778,43 @@ def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
         (701, [701, 315]),
     ]
     for case in range(cases(60)):
-        form = (
+        structure = (
             rng.choice(({"json_object": True}, {"regex": "[a-z ]{20,60}"}))
             if case
             else {"json_object": True}
         )
-        steady, looking = grammars.constraints(form, 2)
+        reference, constraint = grammars.constraints(structure, 2)
         for step in range(20):
-            allowed = steady.allowed(stops)
-            if case == 0 and step == len(known):
+            allowed = reference.allowed(stops)
+            if case == 0 and step == len(recorded_steps):
                 break
             token, drafts = (
-                known[step]
+                recorded_steps[step]
                 if case == 0
                 else (None, rng.choices(np.flatnonzero(allowed).tolist(), k=4))
             )
-            rows = list(looking.allowed_after(looking.longest_allowed_prefix(drafts), stops))
+            rows = list(constraint.allowed_after(constraint.longest_allowed_prefix(drafts), stops))
             np.testing.assert_array_equal(rows[0], allowed)
             token = (
                 rng.choice([t for t in np.flatnonzero(allowed).tolist() if t not in stops] or [2])
                 if case
                 else token
             )
-            if steady.advance(token) or looking.advance(token):
+            if reference.advance(token) or constraint.advance(token):
                 break
             if len(rows) > 1 and drafts[0] == token:
-                np.testing.assert_array_equal(rows[1], steady.allowed(stops))
+                np.testing.assert_array_equal(rows[1], reference.allowed(stops))
 
 
-def test_a_step_that_nobody_waited_for_tells_no_pace(compiled):
-    """The last step of an answer may have been under way when it ended, and is taken in when the
-    next request comes.
+def test_idle_time_is_not_recorded_as_step_time(compiled):
+    """The last step of an answer may be in flight when the answer ends, and is collected only when
+    the next request arrives.
     """
     engine = engine_of(compiled)
     now = [0.0]
-    told = []
+    recorded_seconds = []
     engine.clock = lambda: now[0]
-    engine.speculator.record_step_time = lambda *arguments: told.append(arguments[-1])
+    engine.speculator.record_step_time = lambda *arguments: recorded_seconds.append(arguments[-1])
     prompt = compiled[1].encode("Once upon a time")
     for number in range(3):
         request = engine.add(str(number), prompt, SamplingParams(temperature=0, max_tokens=20))
@@ -797,4 +822,4 @@ def test_a_step_that_nobody_waited_for_tells_no_pace(compiled):
             now[0] += 1
             engine.step()
         now[0] += 1000
-    assert told and max(told) == 1
+    assert recorded_seconds and max(recorded_seconds) == 1

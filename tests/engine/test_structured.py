@@ -1,5 +1,5 @@
-"""Answers that must have a form have it, whatever the model would rather write, and nobody else
-notices.
+"""Structured outputs: answers follow their grammar whatever the model prefers, and other requests
+are not affected.
 """
 
 import json
@@ -45,22 +45,22 @@ REGEXES = [
     "[a-z]+@[a-z]+\\.(com|org)",
     "(a|b)*abb",
 ]
-# their texts are bytes of their tokens
-SPOKEN = ("byte_level", "byte_fallback", "byte_fallback_unstripped", "unigram")
+# tokenizers whose token texts are bytes, as grammars need them
+BYTE_TEXT_TOKENIZERS = ("byte_level", "byte_fallback", "byte_fallback_unstripped", "unigram")
 
 
-def form(**fields) -> SamplingParams:
-    settings = {"temperature": 1.0, "max_tokens": 100}
+def make_params(**fields) -> SamplingParams:
+    defaults = {"temperature": 1.0, "max_tokens": 100}
     return SamplingParams(
         **{
-            **settings,
+            **defaults,
             **{k: v for k, v in fields.items() if k in SamplingParams.__dataclass_fields__},
         }
     )
 
 
-def shaped(shape: str, value, **fields) -> SamplingParams:
-    return form(structured_outputs={shape: value}, **fields)
+def structured_params(key: str, value, **fields) -> SamplingParams:
+    return make_params(structured_outputs={key: value}, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def llm():
     return LLM(max_num_seqs=16, max_num_batched_tokens=64)
 
 
-@pytest.fixture(scope="module", params=SPOKEN)
+@pytest.fixture(scope="module", params=BYTE_TEXT_TOKENIZERS)
 def random_llm(request, tmp_path_factory):
-    """A model of random weights, which would write anything, with a tokenizer of each kind."""
+    """A model with random weights, which generates anything, with each type of tokenizer."""
     folder = tmp_path_factory.mktemp(request.param)
     core = ZOO[request.param]()
     tiny.write(
@@ -80,44 +80,44 @@ def random_llm(request, tmp_path_factory):
     return LLM(str(save(folder, core)), max_num_seqs=4, max_num_batched_tokens=64)
 
 
-def answers(llm: LLM, prompts: list, params: list[SamplingParams]) -> list:
-    """(text, finish reason) of every answer, by request; nothing is compiled meanwhile."""
-    before = llm.engine.runner.compiles.recompiles
+def generate(llm: LLM, prompts: list, params: list[SamplingParams]) -> list:
+    """Returns (text, finish reason) of every answer, by request, and checks for recompiles."""
+    recompiles = llm.engine.runner.compiles.recompiles
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert llm.engine.runner.compiles.recompiles == before
+    assert llm.engine.runner.compiles.recompiles == recompiles
     llm.engine.scheduler.check()
     return [
         [(answer.text, answer.finish_reason) for answer in output.outputs] for output in outputs
     ]
 
 
-# What comes out
-
-
+# Outputs
 @settings(
     max_examples=cases(12, least=3), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(SCHEMAS, min_size=12, max_size=12), st.integers(0, 2**31), st.booleans())
 @pytest.mark.slow
-def test_json_is_what_its_schema_says(llm, schemas, seed, tight):
+def test_json_output_is_valid_for_its_schema(llm, schemas, seed, disables_whitespace):
     params = [
-        form(
-            structured_outputs={"json": schema, "disable_any_whitespace": tight}, seed=seed + i, n=2
+        make_params(
+            structured_outputs={"json": schema, "disable_any_whitespace": disables_whitespace},
+            seed=seed + i,
+            n=2,
         )
         for i, schema in enumerate(schemas)
     ]
-    ended = 0
-    for schema, found in zip(schemas, answers(llm, PROMPTS * 3, params), strict=True):
-        for text, reason in found:
+    num_stopped = 0
+    for schema, schema_answers in zip(schemas, generate(llm, PROMPTS * 3, params), strict=True):
+        for text, reason in schema_answers:
             assert reason in ("stop", "length")
-            ended += reason == "stop"
+            num_stopped += reason == "stop"
             assert reason == "length" or valid(json.loads(text), schema), (schema, text)
-            assert not tight or "\n" not in text
-    assert ended  # spaces may have no end
+            assert not disables_whitespace or "\n" not in text
+    assert num_stopped  # `max_tokens` may end answers within whitespace
 
 
-def test_the_validator_of_these_tests_refuses():
-    for schema, wrong in [
+def test_reference_validator_refuses_invalid_values():
+    for schema, value in [
         ({"type": "integer"}, True),
         ({"type": "integer"}, 1.5),
         ({"enum": [1]}, True),
@@ -130,37 +130,38 @@ def test_the_validator_of_these_tests_refuses():
         ({"items": {"type": "null"}}, [0]),
         ({"anyOf": [{"const": 1}]}, 2),
     ]:
-        assert not valid(wrong, schema)
+        assert not valid(value, schema)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.slow
-def test_a_regex_is_matched(random_llm, seed):
+def test_regex_output_matches_on_random_models(random_llm, seed):
     tokenizer = random_llm.get_tokenizer()
-    spells = {bytes([byte]) for byte in b"-@~"} <= {
+    knows_printable_ascii = {bytes([byte]) for byte in b"-@~"} <= {
         tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)
     }
-    found = 0
+    num_stopped = 0
     for regex in REGEXES:
         try:
-            ((one, other, third),) = answers(
-                random_llm, ["fox"], [shaped("regex", regex, seed=seed, n=3)]
+            (samples,) = generate(
+                random_llm, ["fox"], [structured_params("regex", regex, seed=seed, n=3)]
             )
         except RequestError as error:
-            assert "no text" in error.message and not spells  # nor could a person write it
+            # the tokens cannot spell any match
+            assert "no text" in error.message and not knows_printable_ascii
             continue
-        for text, reason in (one, other, third):
-            found += reason == "stop"
+        for text, reason in samples:
+            num_stopped += reason == "stop"
             assert (
                 reason == "length"
                 or re.fullmatch(regex, text)
-                or (reason == "error" and not spells)
+                or (reason == "error" and not knows_printable_ascii)
             ), (regex, text)
-    assert found > 5
+    assert num_stopped > 5
 
 
-def test_json_from_random_models(random_llm):
-    """A string ends once the model happens to close it, so the sizes are bounded."""
+def test_json_output_of_random_models_is_valid(random_llm):
+    """The schema bounds the length of strings, as a random model may not close them."""
     schema = {
         "type": "object",
         "properties": {
@@ -170,13 +171,13 @@ def test_json_from_random_models(random_llm):
         "required": ["is"],
         "additionalProperties": False,
     }
-    params = form(structured_outputs={"json": schema, "disable_any_whitespace": True}, n=8)
+    params = make_params(structured_outputs={"json": schema, "disable_any_whitespace": True}, n=8)
     if "{" not in "".join(map(random_llm.get_tokenizer().token_text, range(200))):
         with pytest.raises(RequestError, match="no text"):
-            answers(random_llm, ["x"], [params])
+            generate(random_llm, ["x"], [params])
         return
-    (found,) = answers(random_llm, ["x"], [params])
-    assert all(reason == "stop" and valid(json.loads(text), schema) for text, reason in found)
+    (texts,) = generate(random_llm, ["x"], [params])
+    assert all(reason == "stop" and valid(json.loads(text), schema) for text, reason in texts)
 
 
 @given(
@@ -189,18 +190,20 @@ def test_json_from_random_models(random_llm):
 @settings(
     max_examples=cases(20, least=5), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_a_choice_is_one_of_them(llm, choice):
-    (found,) = answers(llm, ["The"], [shaped("choice", choice, n=4)])
-    assert all(text in choice and reason == "stop" for text, reason in found)
+def test_choice_output_is_one_of_the_choices(llm, choices):
+    (samples,) = generate(llm, ["The"], [structured_params("choice", choices, n=4)])
+    assert all(text in choices and reason == "stop" for text, reason in samples)
 
 
-def test_special_tokens_are_never_text(llm, random_llm):
-    for model, names in ((llm, ["<|end|>", "<|user|>"]), (random_llm, ["<s>", "</s>"])):
-        tokenizer = model.get_tokenizer()
+def test_choices_spelling_special_tokens_use_ordinary_tokens(llm, random_llm):
+    for any_llm, names in ((llm, ["<|end|>", "<|user|>"]), (random_llm, ["<s>", "</s>"])):
+        tokenizer = any_llm.get_tokenizer()
         assert {tokenizer._core.token_to_id(name) for name in names} <= tokenizer.special_ids
         try:
-            outputs = model.generate(
-                "x", shaped("choice", names, n=4, skip_special_tokens=False), use_tqdm=False
+            outputs = any_llm.generate(
+                "x",
+                structured_params("choice", names, n=4, skip_special_tokens=False),
+                use_tqdm=False,
             )
         except RequestError as error:
             assert "no text" in error.message
@@ -209,78 +212,88 @@ def test_special_tokens_are_never_text(llm, random_llm):
             assert answer.text in names and tokenizer.special_ids.isdisjoint(answer.token_ids)
 
 
-def test_a_grammar_is_followed(llm):
-    sums = 'start: sum "=" NUMBER\nsum: NUMBER ("+" NUMBER)+\nNUMBER: /[1-9][0-9]?/'
-    (found,) = answers(llm, ["Add:"], [shaped("grammar", sums, n=4)])
+def test_grammar_output_follows_lark_and_gbnf(llm):
+    sum_grammar = 'start: sum "=" NUMBER\nsum: NUMBER ("+" NUMBER)+\nNUMBER: /[1-9][0-9]?/'
+    (samples,) = generate(llm, ["Add:"], [structured_params("grammar", sum_grammar, n=4)])
     assert all(
         re.fullmatch(r"([1-9]\d?)(\+[1-9]\d?)+=[1-9]\d?", text)
-        for text, reason in found
+        for text, reason in samples
         if reason == "stop"
     )
-    (found,) = answers(
-        llm, ["Add:"], [shaped("grammar", 'start: <|user|> "x" <|end|>', n=2, ignore_eos=True)]
+    (samples,) = generate(
+        llm,
+        ["Add:"],
+        [structured_params("grammar", 'start: <|user|> "x" <|end|>', n=2, ignore_eos=True)],
     )
-    assert found == [("x", "stop")] * 2
-    (found,) = answers(llm, ["Add:"], [shaped("grammar", 'root ::= "yes" | "no" # GBNF', n=4)])
-    assert {text for text, reason in found} <= {"yes", "no"} and {
-        reason for _, reason in found
+    assert samples == [("x", "stop")] * 2
+    (samples,) = generate(
+        llm, ["Add:"], [structured_params("grammar", 'root ::= "yes" | "no" # GBNF', n=4)]
+    )
+    assert {text for text, reason in samples} <= {"yes", "no"} and {
+        reason for _, reason in samples
     } == {"stop"}
-    tree = r'root ::= "(" [a-z]{1,2} root* ")" | [^a-zA-Z()\x00-\x7F]'
-    (found,) = answers(llm, ["Add:"], [shaped("grammar", tree, n=4, max_tokens=40)])
-    for text, reason in found:
+    tree_grammar = r'root ::= "(" [a-z]{1,2} root* ")" | [^a-zA-Z()\x00-\x7F]'
+    (samples,) = generate(
+        llm, ["Add:"], [structured_params("grammar", tree_grammar, n=4, max_tokens=40)]
+    )
+    for text, reason in samples:
         assert reason == "length" or (
             text.count("(") == text.count(")") and re.fullmatch(r"[^a-zA-Z]|\(.*\)", text)
         )
 
 
-def test_tags_in_a_text(llm):
-    """Text is free up to a trigger; from there a tag is written, whose references are to its own
-    definitions.
-    """
-    number = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"],
-              "additionalProperties": False, "$defs": {"A": {"type": "integer"}}}  # fmt: skip
-    words = number | {"$defs": {"A": {"enum": ["x", "y"]}}}
-    ends = {"f": number, "g": words}
-    tags = [
+def test_structural_tags_constrain_only_tagged_text(llm):
+    """Text is free up to a trigger; a tag's `$ref` uses the definitions of its own schema."""
+    integer_schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/A"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"A": {"type": "integer"}},
+    }
+    letter_schema = integer_schema | {"$defs": {"A": {"enum": ["x", "y"]}}}
+    schemas = {"f": integer_schema, "g": letter_schema}
+    old_tags = [
         {"begin": f"<call={name}>", "schema": schema, "end": "</call>"}
-        for name, schema in ends.items()
+        for name, schema in schemas.items()
     ]
-    triggered = [
+    new_tags = [
         {
             "begin": tag["begin"],
             "content": {"type": "json_schema", "json_schema": tag["schema"]},
             "end": tag["end"],
         }
-        for tag in tags
+        for tag in old_tags
     ]
-    old: dict = {"structures": tags, "triggers": ["<call="]}
-    new = {"format": {"type": "triggered_tags", "tags": triggered, "triggers": ["<call="]}}
+    old_tag: dict = {"structures": old_tags, "triggers": ["<call="]}
+    new_tag = {"format": {"type": "triggered_tags", "tags": new_tags, "triggers": ["<call="]}}
     tokenizer = llm.engine.tokenizer
     grammars = llm.engine.admission.grammars
-    ends_with = tokenizer.eos_token_ids
+    eos_token_ids = tokenizer.eos_token_ids
 
-    def follows(structure, text: str) -> bool:
+    def is_accepted(structure, text: str) -> bool:
         (constraint,) = grammars.constraints(structure, 1)
         for token in tokenizer.encode(text, add_special_tokens=False):
-            if not constraint.allowed(ends_with)[token]:
+            if not constraint.allowed(eos_token_ids)[token]:
                 return False
             constraint.advance(token)
-        return bool(constraint.allowed(ends_with)[list(ends_with)].all())
+        return bool(constraint.allowed(eos_token_ids)[list(eos_token_ids)].all())
 
-    kept = [
-        shaped("structural_tag", given).structured_outputs for given in (old, new, json.dumps(old))
+    structures = [
+        structured_params("structural_tag", tag).structured_outputs
+        for tag in (old_tag, new_tag, json.dumps(old_tag))
     ]
-    assert kept[0] == kept[1] == kept[2]
-    good = 'I call <call=f>{"a": 1}</call> and <call=g>{"a": "x"}</call>.'
-    assert all(follows(kept[0], text) for text in ("Just text.", good))
-    for bad in (
+    assert structures[0] == structures[1] == structures[2]
+    valid_text = 'I call <call=f>{"a": 1}</call> and <call=g>{"a": "x"}</call>.'
+    assert all(is_accepted(structures[0], text) for text in ("Just text.", valid_text))
+    for invalid_text in (
         '<call=f>{"a": "x"}</call>',
         '<call=g>{"a": 1}</call>',
         "<call=h>",
         '<call=f>{"a": 1}',
     ):
-        assert not follows(kept[0], bad)
-    for change, words in (
+        assert not is_accepted(structures[0], invalid_text)
+    for change, message in (
         ({"triggers": ["<tool"]}, r"structures\[0\].begin: must begin with one of the triggers"),
         ({"structures": []}, "structures: must hold at least one tag"),
         (
@@ -293,14 +306,14 @@ def test_tags_in_a_text(llm):
         ),
         ({"structures": [{"begin": "<call=", "shema": {}}]}, "did you mean 'schema'"),
     ):
-        with pytest.raises(RequestError, match=words):
-            shaped("structural_tag", old | change)
-    stops = {"format": {**new["format"], "stop_after_first": True}}
+        with pytest.raises(RequestError, match=message):
+            structured_params("structural_tag", old_tag | change)
+    stopping_tag = {"format": {**new_tag["format"], "stop_after_first": True}}
     with pytest.raises(RequestError, match="stop_after_first: is not implemented"):
-        shaped("structural_tag", stops)
+        structured_params("structural_tag", stopping_tag)
 
 
-def test_spaces_of_json(llm):
+def test_json_whitespace_options(llm):
     schema = {
         "type": "object",
         "properties": {"a": {"const": 1}, "b": {"const": 2}},
@@ -308,13 +321,19 @@ def test_spaces_of_json(llm):
     }
     schema["additionalProperties"] = False
     params = [
-        form(structured_outputs={"json": json.dumps(schema), "disable_any_whitespace": True}, n=3),
-        form(structured_outputs={"json_object": True, "disable_any_whitespace": True}, n=3, seed=3),
+        make_params(
+            structured_outputs={"json": json.dumps(schema), "disable_any_whitespace": True}, n=3
+        ),
+        make_params(
+            structured_outputs={"json_object": True, "disable_any_whitespace": True}, n=3, seed=3
+        ),
     ]
-    tight, free = answers(llm, ["x"] * 2, params)
-    assert {text for text, _ in tight} == {'{"a":1,"b":2}'}
-    assert all(isinstance(json.loads(text), dict) for text, reason in free if reason == "stop")
-    for spacing, wanted in (
+    compact_answers, object_answers = generate(llm, ["x"] * 2, params)
+    assert {text for text, _ in compact_answers} == {'{"a":1,"b":2}'}
+    assert all(
+        isinstance(json.loads(text), dict) for text, reason in object_answers if reason == "stop"
+    )
+    for options, expected in (
         ({}, b" \n"),
         ({"whitespace_pattern": "~"}, b"~"),
         ({"whitespace_pattern": "[ ]{2}"}, b" "),
@@ -324,22 +343,22 @@ def test_spaces_of_json(llm):
         ({"json": {**schema, "x-guidance": {"whitespace_pattern": "~"}}}, b"~"),
     ):
         structure = SamplingParams(
-            structured_outputs={"json": schema, **spacing}
+            structured_outputs={"json": schema, **options}
         ).structured_outputs
         (constraint,) = llm.engine.admission.grammars.constraints(structure, 1)
-        (opening,) = llm.get_tokenizer().encode("{", add_special_tokens=False)
-        constraint.advance(opening)
-        spaces = {
+        (brace,) = llm.get_tokenizer().encode("{", add_special_tokens=False)
+        constraint.advance(brace)
+        allowed_bytes = {
             llm.get_tokenizer().token_bytes(token)
             for token in np.flatnonzero(constraint.allowed(()))
         }
-        assert {text for text in spaces if len(text) == 1} == {b'"'} | {
-            bytes([byte]) for byte in wanted
+        assert {text for text in allowed_bytes if len(text) == 1} == {b'"'} | {
+            bytes([byte]) for byte in expected
         }
 
 
-def test_spaces_of_json_have_an_end(llm):
-    """A model that would rather write spaces than anything is done all the same."""
+def test_json_whitespace_is_bounded_by_default(llm):
+    """A model with a strong bias to whitespace still completes its answer."""
     schema = {
         "type": "object",
         "properties": {
@@ -352,22 +371,29 @@ def test_spaces_of_json_have_an_end(llm):
     spaces = [
         token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).isspace()
     ]
-    loves = {"logit_bias": dict.fromkeys(spaces, 100), "temperature": 0, "max_tokens": 500}
-    free = {"json": schema, "whitespace_pattern": "[ \t\r\n]+"}
-    ((bound, reason),), ((endless, length),) = answers(
+    params = {"logit_bias": dict.fromkeys(spaces, 100), "temperature": 0, "max_tokens": 500}
+    unbounded = {"json": schema, "whitespace_pattern": "[ \t\r\n]+"}
+    ((bounded_text, bounded_reason),), ((unbounded_text, unbounded_reason),) = generate(
         llm,
         ["x"] * 2,
-        [form(structured_outputs=shape, **loves) for shape in ({"json": schema}, free)],
+        [
+            make_params(structured_outputs=shape, **params)
+            for shape in ({"json": schema}, unbounded)
+        ],
     )
-    assert reason == "stop" and valid(json.loads(bound), schema) and json.loads(bound)["a"] == 1
-    assert length == "length" and endless.strip() == '{"a":'
-    for style in (None, 2, "\t"):  # as people and programs write it
-        text = json.dumps({"a": 1, "b": [2, 2]}, indent=style)
-        assert follows(llm, {"json": json.dumps(schema)}, text), text
+    assert (
+        bounded_reason == "stop"
+        and valid(json.loads(bounded_text), schema)
+        and json.loads(bounded_text)["a"] == 1
+    )
+    assert unbounded_reason == "length" and unbounded_text.strip() == '{"a":'
+    for indent in (None, 2, "\t"):  # usual formats of JSON
+        text = json.dumps({"a": 1, "b": [2, 2]}, indent=indent)
+        assert is_complete_match(llm, {"json": json.dumps(schema)}, text), text
 
 
-def follows(llm: LLM, structure: dict, text: str) -> bool:
-    """Whether a text, token by token, has a form and is complete."""
+def is_complete_match(llm: LLM, structure: dict, text: str) -> bool:
+    """Returns whether the grammar accepts the text, token by token, as a complete answer."""
     (constraint,) = llm.engine.admission.grammars.constraints(structure, 1)
     tokens = llm.get_tokenizer().encode(text, add_special_tokens=False)
     return (
@@ -376,91 +402,112 @@ def follows(llm: LLM, structure: dict, text: str) -> bool:
     )
 
 
-def test_multiples_are_exact_in_decimals(llm):
-    """76.6 is 7660 times 0.01, though a division in binary leaves something over."""
-    params = shaped(
+def test_multiple_of_is_exact_in_decimals(llm):
+    """76.6 is a multiple of 0.01, although a division in binary floating point has a remainder."""
+    params = structured_params(
         "json", {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 1000}, n=16
     )
-    (found,) = answers(llm, ["The price is"], [params])
-    assert all(Decimal(text) % Decimal("0.01") == 0 for text, reason in found if reason == "stop")
-    assert follows(llm, {"json": '{"type": "number", "multipleOf": 0.01}'}, "76.6")
+    (samples,) = generate(llm, ["The price is"], [params])
+    assert all(Decimal(text) % Decimal("0.01") == 0 for text, reason in samples if reason == "stop")
+    assert is_complete_match(llm, {"json": '{"type": "number", "multipleOf": 0.01}'}, "76.6")
 
 
-# What it meets
-
-
-def test_the_end_is_open_where_the_grammar_may_end(llm):
+# Interaction with other sampling parameters
+def test_eos_is_allowed_only_where_the_grammar_may_end(llm):
     tokenizer = llm.get_tokenizer()
     (eos,) = tokenizer.eos_token_ids
-    free = shaped("regex", "(ab)+", n=8, max_tokens=30)
-    outputs = llm.generate("x", free, use_tqdm=False)[0].outputs
-    for answer in outputs:
+    repeating = structured_params("regex", "(ab)+", n=8, max_tokens=30)
+    samples = llm.generate("x", repeating, use_tqdm=False)[0].outputs
+    for answer in samples:
         assert re.fullmatch("(ab)*a?", answer.text)
         assert (answer.finish_reason == "stop") == (answer.token_ids[-1] == eos)
-    assert any(answer.finish_reason == "stop" for answer in outputs)
-    endless = llm.generate("x", replace(free, ignore_eos=True), use_tqdm=False)[0].outputs
-    assert all(
-        answer.finish_reason == "length" and eos not in answer.token_ids for answer in endless
-    )
-    held = llm.generate("x", replace(free, min_tokens=12), use_tqdm=False)[0].outputs
-    assert all(len(answer.token_ids) >= 12 for answer in held)
-    over = llm.generate("x", shaped("regex", "ab", min_tokens=12), use_tqdm=False)[0].outputs[0]
-    assert (over.text, over.finish_reason) == ("ab", "stop") and eos not in over.token_ids
-    cut = llm.generate("x", replace(free, stop="ba", ignore_eos=True), use_tqdm=False)[0].outputs[0]
-    assert (cut.text, cut.finish_reason, cut.stop_reason) == ("a", "stop", "ba")
-    a = tokenizer.encode("a", add_special_tokens=False)[0]
-    own = llm.generate("x", replace(free, stop_token_ids=[a], ignore_eos=True), use_tqdm=False)[
+    assert any(answer.finish_reason == "stop" for answer in samples)
+    unstopped_samples = llm.generate("x", replace(repeating, ignore_eos=True), use_tqdm=False)[
         0
     ].outputs
-    # nothing else begins it
-    assert all(answer.finish_reason == "error" and not answer.token_ids for answer in own)
+    assert all(
+        answer.finish_reason == "length" and eos not in answer.token_ids
+        for answer in unstopped_samples
+    )
+    min_token_samples = llm.generate("x", replace(repeating, min_tokens=12), use_tqdm=False)[
+        0
+    ].outputs
+    assert all(len(answer.token_ids) >= 12 for answer in min_token_samples)
+    exhausted = llm.generate("x", structured_params("regex", "ab", min_tokens=12), use_tqdm=False)[
+        0
+    ].outputs[0]
+    assert (exhausted.text, exhausted.finish_reason) == (
+        "ab",
+        "stop",
+    ) and eos not in exhausted.token_ids
+    stopped = llm.generate("x", replace(repeating, stop="ba", ignore_eos=True), use_tqdm=False)[
+        0
+    ].outputs[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("a", "stop", "ba")
+    stop_token = tokenizer.encode("a", add_special_tokens=False)[0]
+    stop_token_samples = llm.generate(
+        "x", replace(repeating, stop_token_ids=[stop_token], ignore_eos=True), use_tqdm=False
+    )[0].outputs
+    # every match begins with the stop token, so that no token is left
+    assert all(
+        answer.finish_reason == "error" and not answer.token_ids for answer in stop_token_samples
+    )
 
 
-def test_the_last_token_allowed_may_be_the_last(llm):
-    assert answers(llm, ["x"], [shaped("choice", ["~"], max_tokens=1)]) == [[("~", "stop")]]
-    assert answers(llm, ["x"], [shaped("choice", ["~~~"], max_tokens=1)])[0][0][1] == "length"
+def test_grammar_completed_by_the_last_token_is_a_stop(llm):
+    assert generate(llm, ["x"], [structured_params("choice", ["~"], max_tokens=1)]) == [
+        [("~", "stop")]
+    ]
+    assert (
+        generate(llm, ["x"], [structured_params("choice", ["~~~"], max_tokens=1)])[0][0][1]
+        == "length"
+    )
 
 
-def test_biases_and_bans_count_within_the_grammar(llm):
+def test_logit_bias_and_bans_apply_within_the_grammar(llm):
     tokenizer = llm.get_tokenizer()
-    yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no"))
-    assert yes != no
+    yes_token, no_token = (
+        tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")
+    )
+    assert yes_token != no_token
 
-    def texts(**fields) -> set[str]:
-        (found,) = answers(llm, ["Yes or no?"], [shaped("regex", "yes|no|nay", n=8, **fields)])
-        return {text if reason == "stop" else reason for text, reason in found}
+    def sampled_texts(**fields) -> set[str]:
+        (samples,) = generate(
+            llm, ["Yes or no?"], [structured_params("regex", "yes|no|nay", n=8, **fields)]
+        )
+        return {text if reason == "stop" else reason for text, reason in samples}
 
-    starts = [
+    n_tokens = [
         token
         for token in range(tokenizer.vocab_size)
         if tokenizer.token_bytes(token) in (b"n", b"no", b"na")
     ]
-    assert texts(logit_bias=dict.fromkeys(starts, -100)) == {"yes"}
-    assert "yes" not in texts(bad_words=["yes", "y", "ye"]) and "nay" not in texts(
+    assert sampled_texts(logit_bias=dict.fromkeys(n_tokens, -100)) == {"yes"}
+    assert "yes" not in sampled_texts(bad_words=["yes", "y", "ye"]) and "nay" not in sampled_texts(
         bad_words=["yes", "y", "ye", "nay"]
     )
-    (letter,) = {
+    (q_token,) = {
         token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token) == b"q"
     }
-    assert texts(allowed_token_ids=[letter]) == {"error"}
-    assert texts(presence_penalty=2.0, repetition_penalty=1.5) <= {"yes", "no", "nay"}
+    assert sampled_texts(allowed_token_ids=[q_token]) == {"error"}
+    assert sampled_texts(presence_penalty=2.0, repetition_penalty=1.5) <= {"yes", "no", "nay"}
 
 
-def test_log_probabilities_are_the_models_own(llm):
-    """Of the logits before the grammar: what they are when the same tokens are a prompt."""
+def test_logprobs_are_computed_before_the_grammar_mask(llm):
+    """They equal the `prompt_logprobs` of the same tokens."""
     prompt = llm.get_tokenizer().encode("Once upon a time")
-    answer = llm.generate([prompt], shaped("regex", "[xyz]{6}", logprobs=1), use_tqdm=False)[
-        0
-    ].outputs[0]
-    whole = [*prompt, *answer.token_ids]
-    scores = llm.generate([whole], form(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[
-        0
-    ].prompt_logprobs
-    for place, token in enumerate(answer.token_ids):
-        own = answer.logprobs[place]
-        again = scores[len(prompt) + place]
-        assert own[token].logprob == pytest.approx(again[token].logprob, abs=1e-4)
-        assert own[token].rank == again[token].rank
+    answer = llm.generate(
+        [prompt], structured_params("regex", "[xyz]{6}", logprobs=1), use_tqdm=False
+    )[0].outputs[0]
+    token_ids = [*prompt, *answer.token_ids]
+    scores = llm.generate(
+        [token_ids], make_params(max_tokens=1, prompt_logprobs=1), use_tqdm=False
+    )[0].prompt_logprobs
+    for index, token in enumerate(answer.token_ids):
+        sampled_entry = answer.logprobs[index]
+        expected = scores[len(prompt) + index]
+        assert sampled_entry[token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+        assert sampled_entry[token].rank == expected[token].rank
     assert (
         max(
             entry[token].rank
@@ -470,53 +517,61 @@ def test_log_probabilities_are_the_models_own(llm):
     )
 
 
-def test_each_of_n_has_its_own_place_in_the_grammar(llm):
-    (found,) = answers(llm, ["x"], [shaped("regex", "[a-z]{4}[0-9]{4}", n=16)])
-    assert len({text for text, _ in found}) > 4 and all(
-        re.fullmatch("[a-z]{4}[0-9]{4}", text) for text, _ in found
+def test_n_samples_have_separate_grammar_states(llm):
+    (samples,) = generate(llm, ["x"], [structured_params("regex", "[a-z]{4}[0-9]{4}", n=16)])
+    assert len({text for text, _ in samples}) > 4 and all(
+        re.fullmatch("[a-z]{4}[0-9]{4}", text) for text, _ in samples
     )
-    (found,) = answers(llm, ["x"], [shaped("regex", "[a-z]{4}", n=2, best_of=8)])
-    assert len(found) == 2 and all(re.fullmatch("[a-z]{4}", text) for text, _ in found)
+    (samples,) = generate(llm, ["x"], [structured_params("regex", "[a-z]{4}", n=2, best_of=8)])
+    assert len(samples) == 2 and all(re.fullmatch("[a-z]{4}", text) for text, _ in samples)
 
 
-# Who else is there
-
-
-LENGTH = 256
+# Other requests in the batch
+MAX_LEN = 256
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def compiled_model():
     folder = hub.resolve(None)
-    config = loader.read_config(folder, "float32", LENGTH)
+    config = loader.read_config(folder, "float32", MAX_LEN)
     shape = StepShape.largest(8, 48, 16)
     weights = loader.load(folder, config)
-    runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH)
+    runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, MAX_LEN)
     runner.warm_up()
     return runner, Tokenizer(folder)
 
 
-def engine_of(compiled, num_pages: int) -> Engine:
-    old, tokenizer = compiled
-    runner = Runner(old.config, old.weights, old.shape, old.num_pages, 16, LENGTH)
-    runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
+def make_engine(compiled_model, num_pages: int) -> Engine:
+    warm_runner, tokenizer = compiled_model
+    runner = Runner(
+        warm_runner.config,
+        warm_runner.weights,
+        warm_runner.shape,
+        warm_runner.num_pages,
+        16,
+        MAX_LEN,
+    )
+    runner.compiled = warm_runner.compiled
+    runner.page_copier.programs = warm_runner.page_copier.programs
     return Engine(
         runner,
         tokenizer,
-        [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)],
-        LENGTH,
+        [PageTable((num_pages,) * len(warm_runner.num_pages), 16, warm_runner.config.windows)],
+        MAX_LEN,
     )
 
 
-def serve(
+def serve_requests(
     engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]
 ) -> tuple[dict[str, tuple], int]:
-    """The bits of every answer, and how often somebody gave way."""
+    """Returns token ids, finish reason and log-probabilities of every answer, and the number of
+    preemptions.
+    """
     outputs = {
         name: request.output()
         for name, request in staggered_requests.serve(engine, requests, arrivals).items()
     }
-    found = {
+    answers_by_name = {
         name: [
             (
                 list(a.token_ids),
@@ -527,18 +582,18 @@ def serve(
         ]
         for name, output in outputs.items()
     }
-    return found, sum(output.metrics.num_preemptions for output in outputs.values())
+    return answers_by_name, sum(output.metrics.num_preemptions for output in outputs.values())
 
 
 @pytest.mark.slow
-def test_company_changes_no_bit(compiled):
-    """Constrained and free ones, alone, together, and where pages are short: the same tokens and
-    the same scores.
+def test_constrained_requests_are_batch_invariant(compiled_model):
+    """Constrained and unconstrained requests get the same tokens and log-probabilities alone,
+    batched, and with preemptions.
     """
     rng = random.Random(5)
-    gave_way = 0
-    recompiled = compiled[0].compiles.recompiles
-    forms = [
+    total_preemptions = 0
+    recompiles = compiled_model[0].compiles.recompiles
+    structures = [
         None,
         None,
         {"regex": "[a-z ]{20,60}"},
@@ -558,36 +613,37 @@ def test_company_changes_no_bit(compiled):
                 repetition_penalty=rng.choice((1, 1.2)),
                 min_tokens=rng.choice((0, 1)),
                 logit_bias=rng.choice((None, {100: 2.0})),
-                structured_outputs=rng.choice(forms),
+                structured_outputs=rng.choice(structures),
             )
             prompt = [rng.randrange(6, 1280) for _ in range(rng.choice((1, 16, 17, 90)))]
             requests[str(index)], arrivals[str(index)] = (prompt, params), rng.randint(0, 12)
-        alone = engine_of(compiled, 400)
+        alone_engine = make_engine(compiled_model, 400)
         expected = {
-            name: serve(alone, {name: own}, {name: 0})[0][name] for name, own in requests.items()
+            name: serve_requests(alone_engine, {name: request}, {name: 0})[0][name]
+            for name, request in requests.items()
         }
-        assert serve(engine_of(compiled, 400), requests, arrivals)[0] == expected
-        found, count = serve(engine_of(compiled, 18), requests, arrivals)
-        assert found == expected
-        gave_way += count
-    assert gave_way > 0
-    assert compiled[0].compiles.recompiles == recompiled
+        assert serve_requests(make_engine(compiled_model, 400), requests, arrivals)[0] == expected
+        short_of_pages_answers, num_preemptions = serve_requests(
+            make_engine(compiled_model, 18), requests, arrivals
+        )
+        assert short_of_pages_answers == expected
+        total_preemptions += num_preemptions
+    assert total_preemptions > 0
+    assert compiled_model[0].compiles.recompiles == recompiles
 
 
-def test_who_asks_for_no_form_pays_nothing(llm, monkeypatch):
-    monkeypatch.setattr(runner_module, "set_bias", lambda *given: pytest.fail("a bias was written"))
-    answers(llm, PROMPTS, [form(logprobs=1)] * 4)
+def test_unconstrained_requests_write_no_bias(llm, monkeypatch):
+    monkeypatch.setattr(runner_module, "set_bias", lambda *arguments: pytest.fail("a bias was set"))
+    generate(llm, PROMPTS, [make_params(logprobs=1)] * 4)
 
 
-def written(
-    rng: np.random.Generator, constraint: grammar.Constraint, tokens: list[bytes], most: int
+def random_answer(
+    rng: np.random.Generator, constraint: grammar.Constraint, tokens: list[bytes], max_tokens: int
 ) -> bytes:
-    """A random answer of letters where they may come, token by token; it fails where a step
-    does.
-    """
+    """Generates a random answer, of letters where the grammar allows them."""
     letters = np.array([token.isalpha() for token in tokens])
     text = b""
-    for _ in range(most):
+    for _ in range(max_tokens):
         allowed = constraint.allowed(())[: len(tokens)]
         choice = np.flatnonzero(allowed & letters)
         token = int(rng.choice(choice if len(choice) else np.flatnonzero(allowed)))
@@ -598,7 +654,7 @@ def written(
     return text
 
 
-LONG = {
+LONG_SCHEMAS = {
     "a long text": {"type": "string", "maxLength": 3000},
     "two long texts": {
         "type": "object",
@@ -612,141 +668,140 @@ LONG = {
         "type": "object",
         "patternProperties": {"^.{1,255}$": {"type": "string", "maxLength": 200}},
     },
-    "a place far behind": {"type": "string", "pattern": "^a.{300}b"},
+    "a distant repetition": {"type": "string", "pattern": "^a.{300}b"},
 }
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_long_answers_do_not_exhaust_a_schema(llm, name):
-    """Its copies share a table that is full after some of them: then each goes on with another."""
-    structure = SamplingParams(structured_outputs={"json": LONG[name]}).structured_outputs
+@pytest.mark.parametrize("name", LONG_SCHEMAS)
+def test_long_answers_replace_a_full_lexer_table(llm, name):
+    """Constraints of a schema share a lexer table, and continue in a new one when it is full."""
+    structure = SamplingParams(structured_outputs={"json": LONG_SCHEMAS[name]}).structured_outputs
     grammars = llm.engine.admission.grammars
     rng = np.random.default_rng(0)
     tokens = grammars.vocabulary.tokens
     for _ in range(3):
         (constraint,) = grammars.constraints(structure, 1)
-        assert len(written(rng, constraint, tokens, 1100)) > 400
+        assert len(random_answer(rng, constraint, tokens, 1100)) > 400
 
 
-def test_answers_side_by_side_survive_a_full_table(llm, monkeypatch):
-    """With a table too small for one answer's masks: every one is replayed in a new table, drafts
-    included.
+def test_parallel_constraints_survive_a_full_lexer_table(llm, monkeypatch):
+    """The table is too small for the masks of one answer: each constraint is replayed in a new
+    table, with drafts too.
     """
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 1500)
     structure = {"json": json.dumps({"type": "string", "maxLength": 400})}
     grammars = Grammars(llm.engine.tokenizer, llm.engine.config.vocab_size)
     rng = np.random.default_rng(1)
     tokens = grammars.vocabulary.tokens
-    made = 0
+    num_matchers = 0
     texts = [""] * 4
     constraints = grammars.constraints(structure, 4)
     compiled = grammars.compile(structure)
     make = compiled.make
 
-    def counted(factor: int):
-        nonlocal made
-        made += 1
+    def counting_make(factor: int):
+        nonlocal num_matchers
+        num_matchers += 1
         return make(factor)
 
-    compiled.make = counted
-    draft = [token for token in range(len(tokens)) if tokens[token] == b"e"]
+    compiled.make = counting_make
+    draft_token = [token for token in range(len(tokens)) if tokens[token] == b"e"]
     for step in range(500):
         for index, constraint in enumerate(constraints):
             if constraint.matcher.is_stopped():
                 continue
-            drafts = draft * (step % 3) if constraint.tokens else []
-            allowed, *after = constraint.allowed_after(drafts, ())
+            drafts = draft_token * (step % 3) if constraint.tokens else []
+            allowed, *masks_after = constraint.allowed_after(drafts, ())
             assert (
                 allowed.any()
-                and len(after) == len(drafts)
+                and len(masks_after) == len(drafts)
                 and constraint.longest_allowed_prefix(drafts)
                 == [
                     token
-                    for token, row in zip(drafts, [allowed, *after], strict=False)
+                    for token, row in zip(drafts, [allowed, *masks_after], strict=False)
                     if row[token]
                 ]
             )
             token = int(rng.choice(np.flatnonzero(allowed[: len(tokens)])))
             texts[index] += tokens[token].decode("latin1")
             assert constraint.advance(token) in (None, "stop"), constraint.matcher.get_error()
-    assert 1 <= made < 200
+    assert 1 <= num_matchers < 200
     assert all(json.loads(text.encode("latin1").decode()) is not None for text in texts)
-    holds = grammars.checker(structure)
-    assert holds('"' + "é" * 400 + '"') and not holds('"' + "é" * 401 + '"')
+    is_valid = grammars.checker(structure)
+    assert is_valid('"' + "é" * 400 + '"') and not is_valid('"' + "é" * 401 + '"')
 
 
-def test_a_grammar_that_outgrows_its_limits_ends_alone(llm, monkeypatch):
-    """It is found out in the middle of an answer, where nobody can refuse it any more."""
+def test_grammar_exceeding_its_limits_fails_only_its_request(llm, monkeypatch):
+    """The limit is exceeded in the middle of an answer, too late to refuse the request."""
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 400)
     monkeypatch.setattr(grammar, "RAISED", 1)
     regex = "(.*a.{1000}){10}"
-    (hurt,), (fine,) = answers(
-        llm, ["x", "x"], [shaped("regex", regex), shaped("regex", "[a-z]{90}")]
+    (failed_answer,), (other_answer,) = generate(
+        llm,
+        ["x", "x"],
+        [structured_params("regex", regex), structured_params("regex", "[a-z]{90}")],
     )
-    assert hurt[1] == "error" and hurt[0]
-    assert fine[1] == "stop"
+    assert failed_answer[1] == "error" and failed_answer[0]
+    assert other_answer[1] == "stop"
     assert not llm.engine.requests
 
 
-def test_a_grammar_that_no_token_can_follow_is_refused(llm, monkeypatch):
+def test_grammar_with_too_much_work_per_token_is_refused(llm, monkeypatch):
     monkeypatch.setitem(grammar.LIMITS, "step_lexer_fuel", 10)
     assert "too much work for each token; use smaller bounds" in str(
-        refused(llm, regex="(.{9}a){900}")
+        compile_error(llm, regex="(.{9}a){900}")
     )
 
 
-# What is refused
-
-
-def refused(llm: LLM, **shape) -> RequestError:
-    with pytest.raises(RequestError) as caught:
+# Errors
+def compile_error(llm: LLM, **structure) -> RequestError:
+    with pytest.raises(RequestError) as error_info:
         llm.engine.admission.grammars.compile(
-            SamplingParams(structured_outputs=shape).structured_outputs
+            SamplingParams(structured_outputs=structure).structured_outputs
         )
-    error = caught.value
+    error = error_info.value
     assert error.param.startswith("structured_outputs") and str(error).isascii()
     assert "\n" not in str(error) and len(str(error)) < 300
     return error
 
 
 @pytest.mark.slow
-def test_hostile_grammars_are_refused_or_served_in_time(llm):
-    """Refused in a second; what is let in costs little a step.
-
-    The server is the same, and serves.
+def test_hostile_grammars_are_refused_or_cheap(llm):
+    """Grammars are refused in time, accepted ones take little time per step, and the engine still
+    works.
     """
-    slowest = 0.0
-    said = 0
-    shapes = list(hostile())
+    max_seconds = 0.0
+    num_refused = 0
+    hostile_fields = list(hostile())
     rng = np.random.default_rng(0)
     grammars = llm.engine.admission.grammars
     eos = llm.get_tokenizer().eos_token_ids
-    for shape in shapes:
-        begun = time.perf_counter()
+    for fields in hostile_fields:
+        start_time = time.perf_counter()
         try:
-            structure = SamplingParams(structured_outputs=shape).structured_outputs
+            structure = SamplingParams(structured_outputs=fields).structured_outputs
             (constraint,) = grammars.constraints(structure, 1)
         except RequestError as error:
-            took = time.perf_counter() - begun
+            seconds = time.perf_counter() - start_time
             assert error.param.startswith("structured_outputs") and str(error).isascii()
             assert "\n" not in str(error) and len(str(error)) < 300
-            assert "127.0.0.1" not in str(error) or "127.0.0.1" in str(shape)
-            slowest = max(slowest, took)
-            said = said + 1
+            assert "127.0.0.1" not in str(error) or "127.0.0.1" in str(fields)
+            max_seconds = max(max_seconds, seconds)
+            num_refused = num_refused + 1
             continue
         for _ in range(20):
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             allowed = np.flatnonzero(constraint.allowed(eos))
             if not len(allowed) or constraint.advance(int(rng.choice(allowed))):
                 break
-            assert time.perf_counter() - begun < 10
-    assert len(shapes) > 200 and said > 100
-    assert slowest < 30  # a second where nobody else computes
-    assert answers(llm, ["x"], [shaped("choice", ["alive"])]) == [[("alive", "stop")]]
+            assert time.perf_counter() - start_time < 10
+    assert len(hostile_fields) > 200 and num_refused > 100
+    assert max_seconds < 30  # a second on an idle machine
+    assert generate(llm, ["x"], [structured_params("choice", ["alive"])]) == [[("alive", "stop")]]
 
 
 @pytest.mark.parametrize(
-    ("shape", "words"),
+    ("fields", "message"),
     [
         ({}, "got none"),
         ({"json": {}, "regex": "a"}, "json and regex"),
@@ -781,81 +836,84 @@ def test_hostile_grammars_are_refused_or_served_in_time(llm):
         ),
     ],
 )
-def test_what_has_no_form_is_refused_when_it_is_made(shape, words):
-    with pytest.raises(RequestError, match=words):
-        SamplingParams(structured_outputs=shape)
+def test_invalid_structured_outputs_are_refused(fields, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(structured_outputs=fields)
 
 
-def test_what_is_kept_is_kept(llm):
-    made = SamplingParams(
+def test_structured_outputs_are_normalized_and_compiled_once(llm):
+    params = SamplingParams(
         structured_outputs={"json": {"type": "null"}, "regex": None, "json_object": False}
     )
-    assert made.structured_outputs == {"json": '{"type": "null"}'}
-    assert replace(made, n=2).structured_outputs == made.structured_outputs
+    assert params.structured_outputs == {"json": '{"type": "null"}'}
+    assert replace(params, n=2).structured_outputs == params.structured_outputs
     assert SamplingParams(structured_outputs={"choice": ["b", "a"]}).structured_outputs == {
         "choice": ("b", "a")
     }
     grammars = llm.engine.admission.grammars
-    first = grammars.compile(made.structured_outputs)
-    assert grammars.compile({"json": '{"type": "null"}'}) is first
+    compiled_grammar = grammars.compile(params.structured_outputs)
+    assert grammars.compile({"json": '{"type": "null"}'}) is compiled_grammar
 
 
-def test_the_reason_names_the_place(llm):
-    assert "unclosed group" in str(refused(llm, regex="(a"))
-    assert "unknown name" in str(refused(llm, grammar="start: x"))
-    assert str(refused(llm, grammar='root ::= "a"\n  | é')).startswith(
+def test_grammar_errors_name_their_location(llm):
+    assert "unclosed group" in str(compile_error(llm, regex="(a"))
+    assert "unknown name" in str(compile_error(llm, grammar="start: x"))
+    assert str(compile_error(llm, grammar='root ::= "a"\n  | é')).startswith(
         "structured_outputs.grammar: line 2, column 5: expected a text"
     )
-    assert "the schema accepts no value" in str(refused(llm, json={"not": {}}))
-    assert "too much time" in str(refused(llm, json={"type": "integer", "multipleOf": 1_000_003}))
-    assert "no text" in str(refused(llm, json={"$ref": "#"}))
+    assert "the schema accepts no value" in str(compile_error(llm, json={"not": {}}))
+    assert "too much time" in str(
+        compile_error(llm, json={"type": "integer", "multipleOf": 1_000_003})
+    )
+    assert "no text" in str(compile_error(llm, json={"$ref": "#"}))
 
 
-def test_grammars_are_read_in_the_worker(llm, monkeypatch):
-    """What a stranger wrote is read where a limit of time ends it, and in no thread of the
-    server.
-    """
-    asked: list[bytes] = []
+def test_grammars_are_parsed_in_the_worker_process(llm, monkeypatch):
+    """A client's grammar is parsed in a worker process with a time limit, not in the server."""
+    requests: list[bytes] = []
     worker, ask = llm.engine.admission.grammars.worker, llm.engine.admission.grammars.worker.ask
-    monkeypatch.setattr(worker, "ask", lambda request: asked.append(request) or ask(request))
-    assert answers(llm, ["x"], [shaped("grammar", 'root ::= "yes" # once')]) == [[("yes", "stop")]]
-    assert "yes" in json.loads(asked[0])[0]["grammar"]
-    monkeypatch.setattr(worker, "ask", lambda request: None)  # ended by the operating system
-    assert "too much time" in str(refused(llm, grammar='root ::= "yes" # twice'))
+    monkeypatch.setattr(worker, "ask", lambda request: requests.append(request) or ask(request))
+    assert generate(llm, ["x"], [structured_params("grammar", 'root ::= "yes" # once')]) == [
+        [("yes", "stop")]
+    ]
+    assert "yes" in json.loads(requests[0])[0]["grammar"]
+    # as if the operating system ended the worker
+    monkeypatch.setattr(worker, "ask", lambda request: None)
+    assert "too much time" in str(compile_error(llm, grammar='root ::= "yes" # twice'))
     assert not any(name in vars(grammar) for name in ("to_lark", "is_gbnf", "build_body"))
 
 
-def test_nothing_is_fetched(llm):
+def test_remote_schema_references_are_not_fetched(llm):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.3)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
-        refused(llm, json={"$ref": address})
-        refused(llm, json={"$schema": address, "properties": {"a": {"$ref": address}}})
-        refused(llm, json={"$id": address, "$ref": "other.json"})
+        compile_error(llm, json={"$ref": address})
+        compile_error(llm, json={"$schema": address, "properties": {"a": {"$ref": address}}})
+        compile_error(llm, json={"$id": address, "$ref": "other.json"})
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-def test_who_cannot_know_its_texts_refuses(tmp_path):
-    for name in set(ZOO) - set(SPOKEN):
+def test_tokenizers_without_byte_texts_refuse_grammars(tmp_path):
+    for name in set(ZOO) - set(BYTE_TEXT_TOKENIZERS):
         folder = tmp_path / name
         folder.mkdir()
         with pytest.raises(RequestError, match="needs a tokenizer whose texts"):
             Grammars(Tokenizer(save(folder, ZOO[name]())), 300).compile({"regex": "a"})
     llm = LLM(skip_tokenizer_init=True, max_num_seqs=4, max_num_batched_tokens=32)
     with pytest.raises(RequestError, match="structured_outputs: needs a tokenizer"):
-        llm.generate([[1, 2]], shaped("regex", "a"), use_tqdm=False)
+        llm.generate([[1, 2]], structured_params("regex", "a"), use_tqdm=False)
 
 
-def resident() -> int:
-    """Bytes of memory that this process has."""
+def resident_bytes() -> int:
+    """Returns the resident memory of this process, in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.random
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
-def test_distinct_schemas_do_not_pile_up(llm):
+def test_grammar_cache_is_bounded(llm):
     grammars = llm.engine.admission.grammars
 
     def compile_some(first: int, last: int) -> None:
@@ -866,25 +924,25 @@ def test_distinct_schemas_do_not_pile_up(llm):
             grammars.compile({"json": json.dumps({"type": "object", "properties": properties})})
 
     compile_some(0, 200)
-    before = resident()
+    num_bytes = resident_bytes()
     compile_some(200, 200 + cases(1000))
-    assert resident() - before < 100 << 20
+    assert resident_bytes() - num_bytes < 100 << 20
     assert len(grammars.cached) <= MAX_CACHED and grammars.cached_characters == sum(
         size for _, size in grammars.cached.values()
     )
 
 
-def test_threads_compile_side_by_side(llm):
+def test_threads_can_compile_grammars_in_parallel(llm):
     grammars = llm.engine.admission.grammars
-    found = []
+    masks = []
 
-    def work(start: int) -> None:
+    def compile_some(start: int) -> None:
         for i in range(30):
-            found.append(grammars.constraints({"regex": f"{(start + i) % 40}x*"}, 1)[0].allowed(()))
+            masks.append(grammars.constraints({"regex": f"{(start + i) % 40}x*"}, 1)[0].allowed(()))
 
-    threads = [threading.Thread(target=work, args=(start,)) for start in range(0, 40, 10)]
+    threads = [threading.Thread(target=compile_some, args=(start,)) for start in range(0, 40, 10)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 120 and all(np.isfinite(row).any() for row in found)
+    assert len(masks) == 120 and all(np.isfinite(row).any() for row in masks)

@@ -1,6 +1,4 @@
-"""Each argument that vLLM publishes is applied, has no effect, or is refused with what serves in
-its place.
-"""
+"""Each argument of vLLM is supported, ignored with a warning, or refused with a reason."""
 
 import warnings
 from dataclasses import fields
@@ -16,7 +14,7 @@ from quire.tests.support import vllm_table
 
 KINDS = {
     "EngineArgs": (
-        lambda **given: make_options(None, **given),
+        lambda **arguments: make_options(None, **arguments),
         EngineOptions,
         vllm_names.ENGINE,
         ModelError,
@@ -32,42 +30,44 @@ CASES = [(kind, name) for kind, (*_, table, _) in KINDS.items() for name in tabl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_published_name_has_one_meaning(kind):
+def test_published_names_are_fields_or_in_the_table(kind):
     _, cls, table, _ = KINDS[kind]
-    names = set(vllm_table.published()[kind])
-    own = {field.name for field in fields(cls)}
-    assert names - own == set(table), "what is an option now leaves serving/api/vllm_names.py"
+    published_names = set(vllm_table.published()[kind])
+    field_names = {field.name for field in fields(cls)}
+    assert published_names - field_names == set(table), (
+        "a supported option must not be in serving/api/vllm_names.py"
+    )
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_name_does_what_the_table_says(kind, name):
+def test_unsupported_and_ignored_arguments_of_vllm(kind, name):
     make, _, table, error = KINDS[kind]
     entry = table[name]
     if isinstance(entry, UnsupportedArgument):
-        with pytest.raises(error, match=name) as caught:
+        with pytest.raises(error, match=name) as error_info:
             make(**{name: object()})
-        assert entry.reason in str(caught.value)
+        assert entry.reason in str(error_info.value)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for value in (None, *entry.harmless):
                 assert make(**{name: value}) == make()
     else:
-        with pytest.warns(UserWarning, match=f"^without effect: {name} ") as seen:
+        with pytest.warns(UserWarning, match=f"^without effect: {name} ") as caught_warnings:
             assert make(**{name: object()}) == make()
-        assert len(seen) == 1
+        assert len(caught_warnings) == 1
 
 
-def test_there_is_one_warning_for_all():
-    with pytest.warns(UserWarning) as seen:
+def test_one_warning_names_all_ignored_arguments():
+    with pytest.warns(UserWarning) as caught_warnings:
         make_options(None, trust_remote_code=True, enforce_eager=True, max_num_seqs=4)
     assert (
-        len(seen) == 1
-        and "enforce_eager" in str(seen[0].message)
-        and "trust_remote" in str(seen[0].message)
+        len(caught_warnings) == 1
+        and "enforce_eager" in str(caught_warnings[0].message)
+        and "trust_remote" in str(caught_warnings[0].message)
     )
 
 
-def test_false_is_no_zero():
+def test_disabled_values_are_compared_by_type():
     for value in (1, True):
         with pytest.raises(ModelError, match="enable_prompt_embeds"):
             make_options(None, enable_prompt_embeds=value)
@@ -75,5 +75,5 @@ def test_false_is_no_zero():
         make_options(None, nnodes=True)
 
 
-def test_the_page_is_what_is_true():
+def test_compatibility_page_is_up_to_date():
     assert vllm_table.PAGE.read_text() == vllm_table.page()

@@ -1,4 +1,4 @@
-"""The programs of `examples/` run as they stand, and print what their docstrings say."""
+"""The programs in `examples/` run unchanged and print what their docstrings describe."""
 
 import ast
 import re
@@ -16,17 +16,17 @@ ROOT = Path(quire.__file__).resolve().parent
 FILES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def printed(name: str, *arguments: str) -> list[str]:
-    """The lines that an example prints."""
+def run_example(name: str, *arguments: str) -> list[str]:
+    """Runs an example and returns the lines that it prints."""
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout.splitlines()
 
 
 @pytest.mark.slow
 def test_batch():
-    lines = printed("batch")
+    lines = run_example("batch")
     starts = [line.split("|")[0] for line in lines if "|" in line]
     assert starts == ["Once upon a time", "Long ago", "One day, a fox", "In a small village"]
     assert re.fullmatch(r"4 answers, 128 tokens, \d+ tokens a second", lines[-1])
@@ -34,33 +34,40 @@ def test_batch():
 
 @pytest.mark.slow
 def test_stream():
-    text = "\n".join(printed("stream"))
+    text = "\n".join(run_example("stream"))
     pieces = re.findall(r"^(fox|sea): (.*)$", text, re.MULTILINE)
-    whole = {
-        name: "".join(ast.literal_eval(piece) for of, piece in pieces if of == name)
+    texts = {
+        name: "".join(
+            ast.literal_eval(piece) for stream_name, piece in pieces if stream_name == name
+        )
         for name in ("fox", "sea")
     }
-    assert text.endswith(f"One day, a fox{whole['fox']}\nFar out at sea{whole['sea']}")
+    assert text.endswith(f"One day, a fox{texts['fox']}\nFar out at sea{texts['sea']}")
     names = [name for name, _ in pieces]
-    assert names != sorted(names), "one came after the other"
+    assert names != sorted(names), "the streams were not interleaved"
 
 
 @pytest.mark.slow
 def test_conversation():
-    form = re.compile(r"(.*) -> (.*)    \[(\d+) of (\d+) tokens cached\]")
-    found = [form.fullmatch(line) for line in printed("conversation")]
+    pattern = re.compile(r"(.*) -> (.*)    \[(\d+) of (\d+) tokens cached\]")
+    matches = [pattern.fullmatch(line) for line in run_example("conversation")]
     answers = ["31 52 90", "91", "c b a", '{"name": "Anna", "age": 31, "city": "Oslo"}']
-    assert [match and match[2] for match in found] == answers
-    cached, prompts = ([int(match[part]) for match in found if match] for part in (3, 4))
-    assert cached[0] == 0
-    assert all(now > before for before, now in zip(prompts, cached[1:], strict=False)), (
-        "what was computed is found"
+    assert [match and match[2] for match in matches] == answers
+    cached_counts, prompt_counts = (
+        [int(match[group]) for match in matches if match] for group in (3, 4)
     )
+    assert cached_counts[0] == 0
+    assert all(
+        num_cached_tokens > num_prompt_tokens
+        for num_prompt_tokens, num_cached_tokens in zip(
+            prompt_counts, cached_counts[1:], strict=False
+        )
+    ), "a turn did not reuse the pages of the previous ones"
 
 
 @pytest.mark.slow
 def test_json_answers():
-    person, shopping = printed("json_answers")
+    person, shopping = run_example("json_answers")
     assert person == "Person(name='Anna', age=31, city='Oslo')"
     assert re.fullmatch(r"Shopping\(shop='(market|bakery)', items=\[[a-z', ]*\]\)", shopping)
 
@@ -68,7 +75,7 @@ def test_json_answers():
 @pytest.mark.slow
 def test_tool_calls():
     with scripted_server(FORMATS) as server:
-        lines = printed("tool_calls", f"{server.url}/v1")
+        lines = run_example("tool_calls", f"{server.url}/v1")
     assert lines == [
         'weather({"city": "Rome"}) -> 12 degrees and rain in Rome',
         'weather({"city": "Oslo"}) -> 12 degrees and rain in Oslo',
@@ -78,10 +85,10 @@ def test_tool_calls():
 
 @pytest.mark.slow
 def test_semantic_search():
-    lines = printed("semantic_search")
+    lines = run_example("semantic_search")
     assert len(lines) == 3 * 5
-    for question in range(0, 15, 5):
-        cosines = [float(line.split()[0]) for line in lines[question + 1 : question + 5]]
+    for first_line in range(0, 15, 5):
+        cosines = [float(line.split()[0]) for line in lines[first_line + 1 : first_line + 5]]
         assert cosines == sorted(cosines, reverse=True)
         assert cosines[0] <= 1
     nearest = [line.split("  ")[-1] for line in lines[1::5]]
@@ -94,18 +101,18 @@ def test_semantic_search():
 
 @pytest.mark.nightly  # two models
 def test_speculation():
-    plain, guessed, same = printed("speculation")
-    assert re.fullmatch(r"plain +\d+ tokens a second", plain)
+    plain_line, speculative_line, comparison_line = run_example("speculation")
+    assert re.fullmatch(r"plain +\d+ tokens a second", plain_line)
     match = re.fullmatch(
-        r"speculative +\d+ tokens a second, (\d+) of (\d+) drafts were right", guessed
+        r"speculative +\d+ tokens a second, (\d+) of (\d+) drafts were right", speculative_line
     )
     assert match and 0 < int(match[1]) <= int(match[2])
-    assert same == "the answers are the same"
+    assert comparison_line == "the answers are the same"
 
 
 @pytest.mark.slow  # two models
 def test_quantisation():
-    rows = [re.split(r"  +", line.strip()) for line in printed("quantisation")]
+    rows = [re.split(r"  +", line.strip()) for line in run_example("quantisation")]
     assert [row[0] for row in rows] == ["original", "four bits"]
     sizes = [float(row[1].removesuffix(" MiB")) for row in rows]
     assert sizes[1] < sizes[0] / 2
@@ -114,27 +121,29 @@ def test_quantisation():
 
 
 def test_shared_document():
-    form = re.compile(r"(\w+) +(\d+) of (\d+) tokens cached, +[\d.]+ ms   - (\w+): (\w+)")
-    found = [form.fullmatch(line) for line in printed("shared_document")]
-    assert all(match and match[1] == match[4] for match in found)
-    assert [match[5] for match in found if match] == ["farm", "moon", "key"]
-    first, *later = [int(match[2]) for match in found if match]
-    assert first == 0
-    assert min(later) > 300
+    pattern = re.compile(r"(\w+) +(\d+) of (\d+) tokens cached, +[\d.]+ ms   - (\w+): (\w+)")
+    matches = [pattern.fullmatch(line) for line in run_example("shared_document")]
+    assert all(match and match[1] == match[4] for match in matches)
+    assert [match[5] for match in matches if match] == ["farm", "moon", "key"]
+    first_cached, *later_cached = [int(match[2]) for match in matches if match]
+    assert first_cached == 0
+    assert min(later_cached) > 300
 
 
 def test_perplexity():
-    known, least, strange, _ = printed("perplexity")
-    known_perplexity, strange_perplexity = (float(line.split()[0]) for line in (known, strange))
-    assert 1 < known_perplexity < strange_perplexity
-    assert re.fullmatch(r" +least expected: '.*', in place of '.*'", least)
+    familiar_line, least_expected_line, strange_line, _ = run_example("perplexity")
+    familiar_perplexity, strange_perplexity = (
+        float(line.split()[0]) for line in (familiar_line, strange_line)
+    )
+    assert 1 < familiar_perplexity < strange_perplexity
+    assert re.fullmatch(r" +least expected: '.*', in place of '.*'", least_expected_line)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_an_example_is_short_and_says_how_to_run_it(path):
+def test_examples_are_short_documented_and_tested(path):
     text = path.read_text()
-    about = ast.get_docstring(ast.parse(text)) or ""
-    assert "Prints" in about or "prints" in about
-    assert f"python examples/{path.name}" in about
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    assert "Prints" in docstring or "prints" in docstring
+    assert f"python examples/{path.name}" in docstring
     assert len(text.splitlines()) <= 60
-    assert f"test_{path.stem}" in globals(), f"{path.name} is run by no test"
+    assert f"test_{path.stem}" in globals(), f"no test runs {path.name}"

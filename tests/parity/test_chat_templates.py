@@ -1,6 +1,4 @@
-"""Prompts against those of transformers: each template with its own conversation and with all
-others.
-"""
+"""Compares rendered prompts with those of transformers, for all templates and conversations."""
 
 import pytest
 
@@ -16,16 +14,17 @@ from transformers import PreTrainedTokenizerFast
 from quire.model.text.chat_template import ChatTemplate
 from quire.serving.chat_prompt import render
 
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-ALL = CASES | FEATURES
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+ALL_CASES = CASES | FEATURES
 TEMPLATES = {
-    name: template for template, name in {case.template: name for name, case in ALL.items()}.items()
+    name: template
+    for template, name in {case.template: name for name, case in ALL_CASES.items()}.items()
 }
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL)
+def transformers_prompt():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL_TOKENS)
 
     def prompt(template: str, messages, **options) -> str:
         return tokenizer.apply_chat_template(
@@ -36,8 +35,8 @@ def theirs():
 
 
 @pytest.fixture(scope="module")
-def ours():
-    chat = ChatTemplate("", SPECIAL)
+def quire_prompt():
+    chat = ChatTemplate("", SPECIAL_TOKENS)
 
     def prompt(template: str, messages, **options) -> str:
         chat.source = template
@@ -46,57 +45,63 @@ def ours():
     return prompt
 
 
-@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
-def test_the_recorded_prompts_are_theirs(case, theirs):
+@pytest.mark.parametrize("case", ALL_CASES.values(), ids=ALL_CASES)
+def test_recorded_prompts_equal_those_of_transformers(case, transformers_prompt):
     options = {"add_generation_prompt": case.add_generation_prompt} | case.variables
-    assert theirs(case.template, case.messages, **options) == case.expected
+    assert transformers_prompt(case.template, case.messages, **options) == case.expected
 
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
-def test_the_recorded_expressions_are_theirs(source, theirs):
-    assert theirs(source, EXPRESSED) == EXPRESSIONS[source]
+def test_recorded_expressions_equal_those_of_transformers(source, transformers_prompt):
+    assert transformers_prompt(source, EXPRESSED) == EXPRESSIONS[source]
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_every_conversation(template, theirs, ours):
-    """Where theirs refuses, ours may find a prompt: what an assistant did not say is empty here and
-    missing there.
+def test_all_templates_render_all_conversations_like_transformers(
+    template, transformers_prompt, quire_prompt
+):
+    """Where transformers raises an error, Quire may render a prompt: the missing content of an
+    assistant's message is empty here and undefined there.
     """
-    for case in ALL.values():
-        for adds in (True, False):
+    for case in ALL_CASES.values():
+        for adds_prompt in (True, False):
             for variables in (
                 {},
                 case.variables,
                 {"tools": [{"type": "function", "function": {"name": "f"}}]},
             ):
-                options = {"add_generation_prompt": adds} | variables
+                options = {"add_generation_prompt": adds_prompt} | variables
                 try:
-                    expected = theirs(template, case.messages, **options)
+                    expected = transformers_prompt(template, case.messages, **options)
                 except Exception:
                     continue
-                assert ours(template, case.messages, **options) == expected
+                assert quire_prompt(template, case.messages, **options) == expected
 
 
-@pytest.mark.parametrize("ends", ["\r\n", "\r"])
-def test_line_ends(ends, theirs, ours):
-    for case in ALL.values():
-        template = case.template.replace("\n", ends)
+@pytest.mark.parametrize("line_end", ["\r\n", "\r"])
+def test_line_endings_are_rendered_like_transformers(line_end, transformers_prompt, quire_prompt):
+    for case in ALL_CASES.values():
+        template = case.template.replace("\n", line_end)
         for messages in (case.messages, [ASK, ANSWER, {"role": "user", "content": "a\r\nb\rc"}]):
-            assert ours(template, messages, **case.variables) == theirs(
+            assert quire_prompt(template, messages, **case.variables) == transformers_prompt(
                 template, messages, add_generation_prompt=True, **case.variables
             )
 
 
-@pytest.mark.parametrize("said", ["So", "e", "<", " t ", "I\n\n", "count"])
-def test_an_answer_goes_on_from_the_same_place(said, theirs, ours):
+@pytest.mark.parametrize("content", ["So", "e", "<", " t ", "I\n\n", "count"])
+def test_continued_messages_are_rendered_like_transformers(
+    content, transformers_prompt, quire_prompt
+):
     class Tokenizer:
         template_for = staticmethod(lambda tools: template)
         apply_chat_template = staticmethod(
-            lambda messages, **options: ours(template, messages, **options)
+            lambda messages, **options: quire_prompt(template, messages, **options)
         )
 
-    messages = [AGAIN, {"role": "assistant", "content": said}]
+    messages = [AGAIN, {"role": "assistant", "content": content}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
     for template in TEMPLATES.values():
-        if template != PRINTED:  # which shows no content
-            assert render(Tokenizer, messages, [], options) == theirs(template, messages, **options)
+        if template != PRINTED:  # a template that prints no content
+            assert render(Tokenizer, messages, [], options) == transformers_prompt(
+                template, messages, **options
+            )

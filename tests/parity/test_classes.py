@@ -1,4 +1,4 @@
-"""Heads with classes against transformers' *ForSequenceClassification, on fresh random weights."""
+"""Compares classification heads with transformers' *ForSequenceClassification."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from quire.serving.api.errors import RequestError  # noqa: E402
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
-CASES = [  # family, classes, problem_type, what makes probabilities of the numbers
+CASES = [  # family, number of classes, problem_type, activation
     ("llama", 1, None, torch.sigmoid),
     ("qwen2", 1, "regression", lambda x: x),
     ("qwen3", 2, None, lambda x: x.softmax(-1)),
@@ -29,15 +29,17 @@ CASES = [  # family, classes, problem_type, what makes probabilities of the numb
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "count", "problem", "activation"), CASES, ids=[case[0] for case in CASES]
+    ("family", "num_classes", "problem_type", "activation"), CASES, ids=[case[0] for case in CASES]
 )
-def test_classes(family, count, problem, activation, tmp_path):
+def test_class_probabilities_and_rewards_match_transformers(
+    family, num_classes, problem_type, activation, tmp_path
+):
     print(f"{family}: QUIRE_SEED={SEED}")
     variant = next(variant for variant in VARIANTS if variant.name.startswith(family))
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    config.num_labels = count
-    config.problem_type = problem
+    config.num_labels = num_classes
+    config.problem_type = problem_type
     config.pad_token_id = None
     torch.manual_seed(SEED)
     model = (
@@ -62,15 +64,16 @@ def test_classes(family, count, problem, activation, tmp_path):
     expected = [model(torch.tensor([ids])).logits[0] for ids in texts]
     for logits, output in zip(expected, llm.classify(texts, use_tqdm=False), strict=True):
         np.testing.assert_allclose(output.outputs.probs, activation(logits).numpy(), atol=1e-4)
-        assert output.outputs.num_classes == count
-    if count == 1:
+        assert output.outputs.num_classes == num_classes
+    if num_classes == 1:
         for logits, output in zip(expected, llm.reward(texts, use_tqdm=False), strict=True):
             np.testing.assert_allclose(output.outputs.data, logits.numpy(), atol=2e-4)
     else:
         with pytest.raises(
-            RequestError, match=f"model: gives {count} numbers and no reward; ask LLM.classify"
+            RequestError,
+            match=f"model: gives {num_classes} numbers and no reward; ask LLM.classify",
         ):
             llm.reward(texts, use_tqdm=False)
-    for ask in (llm.generate, llm.embed):
+    for call in (llm.generate, llm.embed):
         with pytest.raises(RequestError, match="model: classifies texts and"):
-            ask(texts, use_tqdm=False)
+            call(texts, use_tqdm=False)

@@ -1,6 +1,4 @@
-"""Folders of sentence-transformers against transformers' hidden states, pooled as their files
-say.
-"""
+"""Compares sentence-transformers models with the pooled hidden states of transformers."""
 
 import json
 import os
@@ -47,8 +45,8 @@ def modules(*kinds: str) -> str:
 
 
 @torch.no_grad()
-def states(model, ids: list[int]) -> np.ndarray:
-    """[T, D] after the final norm."""
+def last_hidden_states(model, ids: list[int]) -> np.ndarray:
+    """Returns the hidden states [T, D] after the final norm."""
     return (
         model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
         .hidden_states[-1][0]
@@ -58,29 +56,29 @@ def states(model, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pooling", CASES)
-def test_embedders(pooling, tmp_path):
+def test_sentence_transformers_embeddings_match_transformers(pooling, tmp_path):
     print(f"{VARIANT.name}: QUIRE_SEED={SEED}")
     folder = write_folder(
         tmp_path / "model", VARIANT.config, reference.tensor_shapes(VARIANT), SEED
     )
     model = reference.load(folder)
-    normalize = pooling != "mean"
-    kinds = ("Transformer", "Pooling", "Normalize") if normalize else ("Transformer", "Pooling")
+    is_normalized = pooling != "mean"
+    kinds = ("Transformer", "Pooling", "Normalize") if is_normalized else ("Transformer", "Pooling")
     (folder / "modules.json").write_text(modules(*kinds))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps(CASES[pooling] | {"include_prompt": True})
     )
-    # as Qwen3-Embedding is written: without a head, and without the prefix of all names
+    # like Qwen3-Embedding: without LM head, and without the prefix "model." of tensor names
     if pooling == "last":
         for file in folder.glob("*.safetensors"):
             tensors = load_file(file)
-            bare = {
+            headless_tensors = {
                 name.removeprefix("model."): x
                 for name, x in tensors.items()
                 if name != "lm_head.weight"
             }
-            save_file(bare, file, metadata={"format": "pt"})
+            save_file(headless_tensors, file, metadata={"format": "pt"})
         (folder / "model.safetensors.index.json").unlink()
     texts = prompts((*VARIANT.prompts, 1), model.config.vocab_size, SEED)
     llm = LLM(
@@ -91,11 +89,13 @@ def test_embedders(pooling, tmp_path):
         for ids, output in zip(
             texts, llm.embed(texts, use_tqdm=False, dimensions=dimensions), strict=True
         ):
-            rows = states(model, ids)
-            expected = {"last": rows[-1], "mean": rows.mean(axis=0), "cls": rows[0]}[pooling][
-                :dimensions
-            ]
-            expected = expected / np.linalg.norm(expected) if normalize else expected
+            hidden_states = last_hidden_states(model, ids)
+            expected = {
+                "last": hidden_states[-1],
+                "mean": hidden_states.mean(axis=0),
+                "cls": hidden_states[0],
+            }[pooling][:dimensions]
+            expected = expected / np.linalg.norm(expected) if is_normalized else expected
             np.testing.assert_allclose(
                 output.outputs.embedding, expected, atol=1e-4 * max(1, np.abs(expected).max())
             )

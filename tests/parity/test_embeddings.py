@@ -1,4 +1,4 @@
-"""Embeddings against transformers' hidden states, on fresh random weights.
+"""Compares embeddings with the hidden states of transformers, on new random weights.
 
 `QUIRE_SEED=n` repeats a run.
 """
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
 TOLERANCE = 1e-4
 FAMILIES = ("llama", "qwen3", "gemma3")
-CHOSEN = [
+CHOSEN_VARIANTS = [
     next(variant for variant in VARIANTS if variant.name.startswith(name)) for name in FAMILIES
 ]
 
 
 @torch.no_grad()
-def last_states(model, ids: list[int]) -> np.ndarray:
-    """[T, D] after the final norm."""
+def last_hidden_states(model, ids: list[int]) -> np.ndarray:
+    """Returns the hidden states [T, D] after the final norm."""
     return (
         model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
         .hidden_states[-1][0]
@@ -40,8 +40,8 @@ def last_states(model, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("variant", CHOSEN, ids=lambda variant: variant.name)
-def test_embeddings(variant, pooling, tmp_path):
+@pytest.mark.parametrize("variant", CHOSEN_VARIANTS, ids=lambda variant: variant.name)
+def test_embeddings_match_transformers(variant, pooling, tmp_path):
     print(f"{variant.name}: QUIRE_SEED={SEED}")
     folder = write_folder(
         tmp_path / "model", variant.config, reference.tensor_shapes(variant), SEED
@@ -61,7 +61,7 @@ def test_embeddings(variant, pooling, tmp_path):
         kv_cache_memory_bytes=64 << 20,
     )
     for ids, output in zip(texts, llm.embed(texts, use_tqdm=False), strict=True):
-        states = last_states(model, ids)
+        states = last_hidden_states(model, ids)
         expected = states[-1] if pooling == "last" else states.mean(axis=0)
         np.testing.assert_allclose(
             output.outputs.embedding, expected / np.linalg.norm(expected), atol=TOLERANCE

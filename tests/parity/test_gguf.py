@@ -1,6 +1,4 @@
-"""GGUF files against llama.cpp's own table of names, and against what transformers reads from
-them.
-"""
+"""Compares GGUF tensor names with those of llama.cpp, and tensors with those of transformers."""
 
 import warnings
 
@@ -18,31 +16,35 @@ ENDINGS = (".weight", ".bias")
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_names_are_those_of_llama_cpp(name):
+def test_gguf_tensor_names_match_llama_cpp(name):
     file = File(name)
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == file.architecture)
     table = gguf.get_tensor_name_map(number, file.metadata[f"{file.architecture}.block_count"])
-    seen = 0
+    num_compared = 0
     for target in file.checkpoint:
         spellings = target, target.replace("model.layers.", "backbone.layers.")
-        own = next(
-            (own for each in spellings if (own := table.get_name(each, try_suffixes=ENDINGS))), None
+        gguf_name = next(
+            (
+                gguf_name
+                for spelling in spellings
+                if (gguf_name := table.get_name(spelling, try_suffixes=ENDINGS))
+            ),
+            None,
         )
-        # Some have no name of their own, and stand in a tensor with others; the table knows other
-        # spellings of a few.
-        if own is None or own not in file.shapes:
+        # merged tensors have no name of their own, and the table spells a few names differently
+        if gguf_name is None or gguf_name not in file.shapes:
             continue
-        assert checkpoint_name(file.architecture, own) == target
-        seen += 1
-    assert seen > 10
+        assert checkpoint_name(file.architecture, gguf_name) == target
+        num_compared += 1
+    assert num_compared > 10
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-nemo", "qwen2", "gemma2", "lfm2"])
-def test_transformers_reads_the_same(name, tmp_path):
+def test_gguf_tensors_match_transformers(name, tmp_path):
     file = File(name)
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, file.architecture)
-    kinds = {
+    writers_by_type = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
@@ -50,7 +52,7 @@ def test_transformers_reads_the_same(name, tmp_path):
     }
     for key, value in file.metadata.items():
         if key not in ("general.architecture", "general.file_type"):
-            kinds[type(value)](key, value)
+            writers_by_type[type(value)](key, value)
     writer.add_uint32(
         f"{file.architecture}.vocab_size", len(file.checkpoint["model.embed_tokens.weight"])
     )
@@ -66,20 +68,23 @@ def test_transformers_reads_the_same(name, tmp_path):
     writer.close()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, gguf_file=path.name, dtype="float32"
         )
     config = file.config()
     canonical = getattr(family(config), "canonical", str)
-    found = {canonical(key): value.numpy() for key, value in theirs.state_dict().items()}
-    compared = 0
+    expected_tensors = {canonical(key): value.numpy() for key, value in model.state_dict().items()}
+    num_compared = 0
     for key, origin in origins(file.architecture, file.shapes, config).items():
-        if key in found:
+        if key in expected_tensors:
             np.testing.assert_allclose(
-                origin.build(file.tensors.__getitem__), found[key], atol=1e-6, err_msg=key
+                origin.build(file.tensors.__getitem__),
+                expected_tensors[key],
+                atol=1e-6,
+                err_msg=key,
             )
-            compared += 1
-    assert compared > 10
+            num_compared += 1
+    assert num_compared > 10
     for key in (
         "hidden_size",
         "num_hidden_layers",
@@ -87,4 +92,4 @@ def test_transformers_reads_the_same(name, tmp_path):
         "num_key_value_heads",
         "vocab_size",
     ):
-        assert getattr(theirs.config, key) == config[key]
+        assert getattr(model.config, key) == config[key]

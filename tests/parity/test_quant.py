@@ -1,4 +1,4 @@
-"""Packed weights as transformers widens them."""
+"""Compares dequantised weights with those of transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +11,25 @@ torch = pytest.importorskip("torch")
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 
 
-@pytest.mark.parametrize(("into", "out"), [(64, (2, 48)), (96, (40,))])
-def test_mxfp4(into, out):
-    """From a file's blocks and scales to dense matrices, by both ways."""
+@pytest.mark.parametrize(("num_inputs", "output_shape"), [(64, (2, 48)), (96, (40,))])
+def test_mxfp4_weights_are_dequantised_like_transformers(num_inputs, output_shape):
+    """Dequantises blocks and scales of a checkpoint to dense matrices."""
     rng = np.random.default_rng(0)
     E = 3
-    rows = int(np.prod(out))
-    stored = {
-        "x_blocks": rng.integers(0, 256, (E, rows, into // 32, 16), np.uint8),
-        "x_scales": rng.integers(1, 252, (E, rows, into // 32), np.uint8),
+    rows = int(np.prod(output_shape))
+    stored_tensors = {
+        "x_blocks": rng.integers(0, 256, (E, rows, num_inputs // 32, 16), np.uint8),
+        "x_scales": rng.integers(1, 252, (E, rows, num_inputs // 32), np.uint8),
     }
-    theirs = mxfp4.convert_moe_packed_tensors(
-        *(torch.tensor(value) for value in stored.values()), dtype=torch.float32
+    expected = mxfp4.convert_moe_packed_tensors(
+        *(torch.tensor(value) for value in stored_tensors.values()), dtype=torch.float32
     )
     node = jax.tree.map(
-        lambda source: jnp.asarray(source.parts[0].turn(stored[source.parts[0].name])),
-        packed_source("mxfp4", "x", E, into, *out),
+        lambda source: jnp.asarray(source.parts[0].turn(stored_tensors[source.parts[0].name])),
+        packed_source("mxfp4", "x", E, num_inputs, *output_shape),
     )
-    ours = np.stack([np.asarray(node[e], np.float32) for e in range(E)])
-    assert ours.shape == (E, into, *out)
-    if len(out) == 2:  # gate and up take turns in the file
-        ours = ours.swapaxes(2, 3).reshape(E, into, rows)
-    np.testing.assert_array_equal(ours, theirs.numpy())
+    actual = np.stack([np.asarray(node[e], np.float32) for e in range(E)])
+    assert actual.shape == (E, num_inputs, *output_shape)
+    if len(output_shape) == 2:  # the file interleaves gate and up
+        actual = actual.swapaxes(2, 3).reshape(E, num_inputs, rows)
+    np.testing.assert_array_equal(actual, expected.numpy())

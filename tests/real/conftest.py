@@ -1,6 +1,4 @@
-"""Models with trained weights: a test that needs one says so, and is left out where it is not
-there.
-"""
+"""Fixtures for trained models; tests are skipped if their model is not downloaded."""
 
 import pytest
 
@@ -9,8 +7,8 @@ from quire.tests.support import real_models
 
 @pytest.fixture(scope="session")
 def model():
-    """The path of a model of the list by its name; the test is skipped without it, or fails where
-    the list wants it.
+    """Returns the path of a listed model by name; without it the test is skipped, or fails if the
+    list requires the model.
     """
 
     def path_of(name: str) -> str:
@@ -24,9 +22,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """transformers in float32 on a model's own weights, dequantised; loaded once for a file of
-    tests.
-    """
+    """Returns a model by name in transformers, in float32 and loaded once per module."""
     pytest.importorskip("torch", reason="torch is not installed: make parity")
     from quire.tests.support.real_reference import Reference
 

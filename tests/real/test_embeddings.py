@@ -1,5 +1,5 @@
-"""Vectors of a published sentence-transformers model, against transformers with what its folder
-says done by hand.
+"""Compares embeddings of a published sentence-transformers model with transformers, with pooling
+and normalisation done in the test.
 """
 
 import numpy as np
@@ -9,11 +9,11 @@ from quire import LLM
 from quire.tests.support.real_prompts import PROMPTS, TEXT
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make parity")
-MAX_TOKENS = 256  # max_seq_length of its sentence_bert_config.json
+MAX_TOKENS = 256  # max_seq_length in sentence_bert_config.json
 
 
-def test_vectors_of_short_and_long_texts(model):
-    """Those beyond 256 tokens are truncated, as sentence-transformers does."""
+def test_embeddings_of_short_and_long_texts_match_transformers(model):
+    """Texts longer than 256 tokens are truncated, as in sentence-transformers."""
     import transformers
 
     folder = model("minilm")

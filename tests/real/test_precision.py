@@ -1,6 +1,4 @@
-"""What is lost by fewer bits of keys, values and weights, as perplexity of a text by models with
-trained weights.
-"""
+"""Perplexity of trained models with quantised KV caches and weights."""
 
 import numpy as np
 import pytest
@@ -27,20 +25,20 @@ def perplexity(path: str, tokens: list[int], **options) -> float:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen-500m"])
-def test_int8_pages(model, reference, name):
+def test_int8_kv_cache_keeps_perplexity(model, reference, name):
     tokens = reference(name).tokenizer(TEXT)["input_ids"]
-    plain = perplexity(model(name), tokens)
-    assert perplexity(model(name), tokens, kv_cache_dtype="int8") / plain < 1.03
+    plain_perplexity = perplexity(model(name), tokens)
+    assert perplexity(model(name), tokens, kv_cache_dtype="int8") / plain_perplexity < 1.03
 
 
-def test_dense_and_rounded_weights(reference, tmp_path):
-    """The dequantised weights as a folder: the same model in float32, and with little lost in
+def test_dequantised_and_int8_weights_keep_perplexity(reference, tmp_path):
+    """Dequantised weights in a folder have the reference's perplexity in float32, and nearly so in
     int8.
     """
-    dense = reference("smollm2")
-    dense.write(tmp_path)
-    tokens = dense.tokenizer(TEXT)["input_ids"]
-    logprobs_TV = dense.logprobs(tokens)
+    reference_model = reference("smollm2")
+    reference_model.write(tmp_path)
+    tokens = reference_model.tokenizer(TEXT)["input_ids"]
+    logprobs_TV = reference_model.logprobs(tokens)
     expected = np.exp(-logprobs_TV[np.arange(len(tokens) - 1), tokens[1:]].mean())
     options = {"skip_tokenizer_init": True}
     assert perplexity(str(tmp_path), tokens, dtype="float32", **options) == pytest.approx(

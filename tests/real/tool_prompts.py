@@ -1,4 +1,4 @@
-"""Fifty prompts that want a tool call and fifty that ask for JSON, each with tools beside it.
+"""Fifty prompts that need a tool call and fifty that ask for JSON, each with some tools.
 
 `python tests/real/tool_prompts.py MODEL...` prints, for each model and parser, how many are
 answered by a call of a function that fits the prompt, how many by another call, and how many by
@@ -17,15 +17,15 @@ from quire.serving import parsing
 from quire.serving.protocol.answers.choices import collect
 
 
-def function(name: str, description: str, required: str = "", **properties: Any) -> dict[str, Any]:
-    """A tool. A property is the name of its type, a list of what it may be, or a schema."""
+def make_tool(name: str, description: str, required: str = "", **properties: Any) -> dict[str, Any]:
+    """Makes a tool. A property is given as the name of its type, a list of values or a schema."""
     schemas = {
-        key: {"type": each}
-        if isinstance(each, str)
-        else {"enum": each}
-        if isinstance(each, list)
-        else each
-        for key, each in properties.items()
+        key: {"type": schema}
+        if isinstance(schema, str)
+        else {"enum": schema}
+        if isinstance(schema, list)
+        else schema
+        for key, schema in properties.items()
     }
     parameters = {"type": "object", "properties": schemas, "required": required.split()}
     return {
@@ -36,14 +36,14 @@ def function(name: str, description: str, required: str = "", **properties: Any)
 
 TOOLS = {
     "weather": [
-        function(
+        make_tool(
             "get_weather",
             "The weather of a city now.",
             "city",
             city="string",
             unit=["celsius", "fahrenheit"],
         ),
-        function(
+        make_tool(
             "get_forecast",
             "The forecast of a city for some days.",
             "city days",
@@ -52,19 +52,19 @@ TOOLS = {
         ),
     ],
     "files": [
-        function("read_file", "Read a file of the project.", "path", path="string"),
-        function(
+        make_tool("read_file", "Read a file of the project.", "path", path="string"),
+        make_tool(
             "write_file",
             "Write a file of the project.",
             "path content",
             path="string",
             content="string",
         ),
-        function("list_files", "List the files in a folder.", "folder", folder="string"),
-        function("run_command", "Run a command in a shell.", "command", command="string"),
+        make_tool("list_files", "List the files in a folder.", "folder", folder="string"),
+        make_tool("run_command", "Run a command in a shell.", "command", command="string"),
     ],
     "mail": [
-        function(
+        make_tool(
             "send_email",
             "Send an email.",
             "to subject body",
@@ -72,8 +72,8 @@ TOOLS = {
             subject="string",
             body="string",
         ),
-        function("search_email", "Search the inbox.", "query", query="string", limit="integer"),
-        function(
+        make_tool("search_email", "Search the inbox.", "query", query="string", limit="integer"),
+        make_tool(
             "create_event",
             "Put an event into the calendar.",
             "title date",
@@ -83,7 +83,7 @@ TOOLS = {
         ),
     ],
     "shop": [
-        function(
+        make_tool(
             "search_products",
             "Search the shop.",
             "query",
@@ -91,20 +91,20 @@ TOOLS = {
             max_price="number",
             sort=["price", "rating"],
         ),
-        function(
+        make_tool(
             "add_to_cart",
             "Put a product into the cart.",
             "product_id quantity",
             product_id="integer",
             quantity="integer",
         ),
-        function("order_status", "The status of an order.", "order_id", order_id="string"),
+        make_tool("order_status", "The status of an order.", "order_id", order_id="string"),
     ],
     "math": [
-        function(
+        make_tool(
             "calculate", "Evaluate an arithmetic expression.", "expression", expression="string"
         ),
-        function(
+        make_tool(
             "convert_units",
             "Convert a value between units.",
             "value source target",
@@ -112,11 +112,11 @@ TOOLS = {
             source="string",
             target="string",
         ),
-        function("current_time", "The time in a time zone.", "timezone", timezone="string"),
+        make_tool("current_time", "The time in a time zone.", "timezone", timezone="string"),
     ],
 }
-# (what is asked, the function that answers it), by tools
-CALLS: dict[str, list[tuple[str, str]]] = {
+# (prompt, function to call), by tools
+CALL_PROMPTS: dict[str, list[tuple[str, str]]] = {
     "weather": [
         ("What is the weather in Paris right now?", "get_weather"),
         ("How warm is it in Bern at the moment? Use celsius.", "get_weather"),
@@ -184,7 +184,7 @@ CALLS: dict[str, list[tuple[str, str]]] = {
         ("Evaluate 3.5 * (2 + 8).", "calculate"),
     ],
 }
-JSON: dict[str, list[str]] = {  # what is answered by JSON that is no call, by tools
+JSON_PROMPTS: dict[str, list[str]] = {  # prompts that ask for JSON and no call, by tools
     "weather": [
         "Write a JSON object that describes a person with name, age and hobbies.",
         "Give me an example of a JSON array of three cities with their countries.",
@@ -256,84 +256,96 @@ JSON: dict[str, list[str]] = {  # what is answered by JSON that is no call, by t
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an answer is to the parser."""
+    """An answer and the calls that the parser found in it."""
 
     tools: str
     prompt: str
-    wanted: str | None  # the function
+    expected_function: str | None
     answer: str
     calls: list[tuple[str, str]]
 
     @property
     def is_right(self) -> bool:
-        """Whether there are calls, each of a known function with arguments that fit it, the first
-        of the wanted one.
-        """
-        schemas = schemas_of(self.tools)
+        """Whether all calls are valid, and the first one calls the expected function."""
+        schemas = tool_schemas(self.tools)
         try:
             for name, arguments in self.calls:
                 jsonschema.validate(json.loads(arguments), schemas[name])
         except (KeyError, ValueError, jsonschema.ValidationError):
             return False
-        return bool(self.calls) and self.calls[0][0] == self.wanted
+        return bool(self.calls) and self.calls[0][0] == self.expected_function
 
 
-def schemas_of(tools: str) -> dict[str, Any]:
+def tool_schemas(tools: str) -> dict[str, Any]:
     return {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS[tools]}
 
 
 def prompts(tools: str) -> list[tuple[str, str | None]]:
-    """The prompts beside these tools, each with the function that is wanted, or None where JSON is
-    asked for.
-    """
-    return [*CALLS[tools], *((prompt, None) for prompt in JSON[tools])]
+    """Returns (prompt, expected function, or None if JSON is asked for) of these tools."""
+    return [*CALL_PROMPTS[tools], *((prompt, None) for prompt in JSON_PROMPTS[tools])]
 
 
-def answers(llm: LLM, tools: str, max_tokens: int = 100) -> list[str]:
-    """The model's greedy answers to the prompts beside these tools, with the special tokens that
-    calls may have.
+def generate_answers(llm: LLM, tools: str, max_tokens: int = 100) -> list[str]:
+    """Returns greedy answers to the prompts of these tools, with special tokens, as calls may have
+    some.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens, skip_special_tokens=False)
-    conversations = [[{"role": "user", "content": prompt}] for prompt, _ in prompts(tools)]
-    outputs = llm.chat(conversations, params, tools=TOOLS[tools])
+    chats = [[{"role": "user", "content": prompt}] for prompt, _ in prompts(tools)]
+    outputs = llm.chat(chats, params, tools=TOOLS[tools])
     return [output.outputs[0].text.removesuffix("<|im_end|>") for output in outputs]
 
 
-def outcomes(tools: str, texts: list[str], tool_parser: str) -> list[Outcome]:
-    found = []
-    for (prompt, wanted), text in zip(prompts(tools), texts, strict=True):
-        parser = parsing.make_parser(tool_parser, None, schemas_of(tools))
+def parse_outcomes(tools: str, texts: list[str], tool_parser: str) -> list[Outcome]:
+    parsed_outcomes = []
+    for (prompt, expected_function), text in zip(prompts(tools), texts, strict=True):
+        parser = parsing.make_parser(tool_parser, None, tool_schemas(tools))
         _, _, calls = collect([*parser.push(text), *parser.finish()])
-        found.append(
-            Outcome(tools, prompt, wanted, text, [(call.name, call.arguments) for call in calls])
+        parsed_outcomes.append(
+            Outcome(
+                tools,
+                prompt,
+                expected_function,
+                text,
+                [(call.name, call.arguments) for call in calls],
+            )
         )
-    return found
+    return parsed_outcomes
 
 
-def rates(found: list[Outcome]) -> dict[str, int]:
-    """How many of the prompts that want a call get the right one, another or none; calls where JSON
-    was asked for.
+def count_outcomes(all_outcomes: list[Outcome]) -> dict[str, int]:
+    """Counts answers to call prompts with the right call, another call or text, and answers to JSON
+    prompts with a call ("false").
     """
-    wanting = [outcome for outcome in found if outcome.wanted]
+    call_outcomes = [outcome for outcome in all_outcomes if outcome.expected_function]
     return {
-        "right": sum(outcome.is_right for outcome in wanting),
-        "other": sum(bool(outcome.calls) and not outcome.is_right for outcome in wanting),
-        "text": sum(not outcome.calls for outcome in wanting),
-        "false": sum(bool(outcome.calls) for outcome in found if not outcome.wanted),
+        "right": sum(outcome.is_right for outcome in call_outcomes),
+        "other": sum(bool(outcome.calls) and not outcome.is_right for outcome in call_outcomes),
+        "text": sum(not outcome.calls for outcome in call_outcomes),
+        "false": sum(
+            bool(outcome.calls) for outcome in all_outcomes if not new_outcome.expected_function
+        ),
     }
 
 
 if __name__ == "__main__":
     for model in sys.argv[1:]:
         llm = LLM(model, max_model_len=1024, max_num_seqs=10)
-        found: list[Outcome] = []
+        all_outcomes: list[Outcome] = []
         for tools in TOOLS:
-            added = outcomes(tools, answers(llm, tools), "hermes")
-            found += added
-            for each in added:
+            new_outcomes = parse_outcomes(tools, generate_answers(llm, tools), "hermes")
+            all_outcomes += new_outcomes
+            for new_outcome in new_outcomes:
                 print(
-                    json.dumps([each.tools, each.prompt, each.wanted, each.answer, each.calls]),
+                    json.dumps(
+                        [
+                            new_outcome.tools,
+                            new_outcome.prompt,
+                            new_outcome.expected_function,
+                            new_outcome.answer,
+                            new_outcome.calls,
+                        ]
+                    ),
                     flush=True,
                 )
-        print(model, json.dumps(rates(found)), flush=True)
+        print(model, json.dumps(count_outcomes(all_outcomes)), flush=True)
         del llm

@@ -1,6 +1,6 @@
-"""Which mesh axis each logical axis goes over.
+"""Sharding of logical axes over mesh axes.
 
-The shapes need no devices; one child process has eight.
+Most tests need no devices; one test starts a process with eight.
 """
 
 import os
@@ -21,32 +21,32 @@ from quire.tests.support import tiny
 from quire.tests.support.shards import in_device_order
 
 
-def test_one_device():
+def test_mesh_without_sizes_has_one_device():
     """Without sizes the mesh has all axes and one device, and nothing is split."""
     mesh = make_mesh()
     assert mesh.axis_names == AXES
     assert mesh.size == 1
     specs = abstract(llama.config(tiny.LLAMA))
-    for spec, place in zip(
+    for spec, placement in zip(
         jax.tree.leaves(specs), jax.tree.leaves(shardings(specs, mesh)), strict=True
     ):
-        assert place.shard_shape(spec.shape) == spec.shape
+        assert placement.shard_shape(spec.shape) == spec.shape
 
 
 @pytest.mark.parametrize(
     "sizes", [{"tensor": 2}, {"data": 0}, {"expert": -1}, {"pipe": 3, "context": 7}]
 )
-def test_meshes_that_cannot_be(sizes):
+def test_mesh_larger_than_the_devices_is_refused(sizes):
     with pytest.raises(ValueError, match="devices; there"):
         make_mesh(jax.devices()[:1], **sizes)
 
 
-def fake(**sizes: int) -> AbstractMesh:
+def make_abstract_mesh(**sizes: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES)
 
 
-def test_rules():
-    mesh = fake(tensor=4, expert=2)
+def test_logical_axes_are_sharded_by_rules():
+    mesh = make_abstract_mesh(tensor=4, expert=2)
 
     def split(axes, shape):
         return sharding(ArraySpec(shape, jnp.float32, axes), mesh)
@@ -64,68 +64,78 @@ def test_rules():
         (5, 16, 3)
     ) == (5, 4, 3)
     assert split((), ()).spec == PartitionSpec()
-    other = sharding(
+    custom_sharding = sharding(
         ArraySpec((8, 6), jnp.float32, ("heads", "embed")), mesh, RULES | {"heads": "expert"}
     )
-    assert other.spec == PartitionSpec("expert", None)
+    assert custom_sharding.spec == PartitionSpec("expert", None)
 
 
-def test_sizes_that_do_not_divide():
+def test_indivisible_axis_is_refused():
     with pytest.raises(
         ValueError, match=r"'heads' has size 12.*tensor=8; tensor could be 1, 2, 3, 4, 6, 12"
     ):
-        sharding(ArraySpec((12, 4), jnp.float32, ("heads", None)), fake(tensor=8))
+        sharding(ArraySpec((12, 4), jnp.float32, ("heads", None)), make_abstract_mesh(tensor=8))
 
 
-def test_runs_are_dealt_out_one_by_one():
-    """Queries with the keys that they meet; what several devices need, each has; what does not
-    divide is longer.
+def test_interleaved_axes_are_distributed_evenly():
+    """Query heads go with their key heads, shared parts are copied, and axes are padded if they do
+    not divide.
     """
-    mesh = fake(tensor=4)
+    mesh = make_abstract_mesh(tensor=4)
 
-    def parts(spec: ArraySpec):
-        wide = jnp.arange(spec.size).reshape(spec.shape)
-        own = in_device_order(np.asarray(wide), spec, mesh)
-        assert own.size >= spec.size
-        return np.split(own, 4, axis=[axis is not None for axis in spec.axes].index(True))
+    def shards(spec: ArraySpec):
+        array = jnp.arange(spec.size).reshape(spec.shape)
+        device_order = in_device_order(np.asarray(array), spec, mesh)
+        assert device_order.size >= spec.size
+        return np.split(device_order, 4, axis=[axis is not None for axis in spec.axes].index(True))
 
     heads = ArraySpec(
         (2, 8 + 2 + 2), jnp.float32, (None, Interleaved("heads", (8, 2, 2), shared=(1, 2)))
     )
-    assert [part[0].tolist() for part in parts(heads)] == [
+    assert [shard[0].tolist() for shard in shards(heads)] == [
         [0, 1, 8, 10],
         [2, 3, 8, 10],
         [4, 5, 9, 11],
         [6, 7, 9, 11],
     ]
     scale = ArraySpec((2 * 3,), jnp.float32, (Interleaved("heads", (2,), shared=(0,)),))
-    assert [part.tolist() for part in parts(scale)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    assert [shard.tolist() for shard in shards(scale)] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [3, 4, 5],
+        [3, 4, 5],
+    ]
     uneven = ArraySpec(
         (4 * 2 + 2 * 3 + 4,),
         jnp.float32,
         (Interleaved("heads", (4, 2, 4), shared=(1,), widths=(2, 3, 1)),),
     )
-    assert [part.tolist() for part in parts(uneven)] == [
+    assert [shard.tolist() for shard in shards(uneven)] == [
         [0, 1, 8, 9, 10, 14], [2, 3, 8, 9, 10, 15], [4, 5, 11, 12, 13, 16], [6, 7, 11, 12, 13, 17]
     ]  # fmt: skip
-    words = ArraySpec((6, 1), jnp.float32, ("vocab", None))
-    assert [part[:, 0].tolist() for part in parts(words)] == [[0, 1], [2, 3], [4, 5], [0, 0]]
+    vocabulary = ArraySpec((6, 1), jnp.float32, ("vocab", None))
+    assert [shard[:, 0].tolist() for shard in shards(vocabulary)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [0, 0],
+    ]
 
 
-def test_runs_that_cannot_be_shared():
+def test_indivisible_interleaved_axis_is_refused():
     with pytest.raises(ValueError, match=r"'heads' has size 6.*tensor=4; tensor could be 1, 2, 6"):
         sharding(
             ArraySpec((6 + 2, 4), jnp.float32, (Interleaved("heads", (6, 2), shared=(1,)), None)),
-            fake(tensor=4),
+            make_abstract_mesh(tensor=4),
         )
 
 
-def test_an_axis_without_a_rule():
+def test_axis_without_a_rule_is_refused():
     with pytest.raises(ValueError, match="'rank'"):
-        sharding(ArraySpec((12, 4), jnp.float32, ("rank", None)), fake())
+        sharding(ArraySpec((12, 4), jnp.float32, ("rank", None)), make_abstract_mesh())
 
 
-EIGHT = """
+EIGHT_DEVICES_SCRIPT = """
 import sys
 from pathlib import Path
 import jax, numpy as np
@@ -137,16 +147,17 @@ from quire.sharding.mesh import make_mesh, shardings
 from quire.model.weights import abstract
 
 assert len(jax.devices()) == 8
-plain, converted = (Path(name) for name in sys.argv[1:3])
-config = read_config(plain)
+plain_folder, converted_folder = (Path(name) for name in sys.argv[1:3])
+config = read_config(plain_folder)
 mesh = make_mesh(data=2, tensor=4)
-wanted = jax.tree.leaves(shardings(abstract(config), mesh))
-whole = jax.tree.leaves(jax.tree.map(lambda spec, leaf: in_device_order(np.asarray(leaf), spec, mesh),
-                                     abstract(config), load(plain, config, skip_packing=True)))
-for folder in (plain, converted):
+placements = jax.tree.leaves(shardings(abstract(config), mesh))
+full_arrays = jax.tree.leaves(
+    jax.tree.map(lambda spec, leaf: in_device_order(np.asarray(leaf), spec, mesh),
+                 abstract(config), load(plain_folder, config, skip_packing=True)))
+for folder in (plain_folder, converted_folder):
     arrays = jax.tree.leaves(load(folder, config, Placement(mesh)))
-    for array, place, expected in zip(arrays, wanted, whole, strict=True):
-        assert array.sharding.is_equivalent_to(place, array.ndim), (array.sharding, place)
+    for array, placement, expected in zip(arrays, placements, full_arrays, strict=True):
+        assert array.sharding.is_equivalent_to(placement, array.ndim), (array.sharding, placement)
         assert np.asarray(array).tobytes() == np.asarray(expected).tobytes()
     embed = arrays[0]
     assert embed.addressable_shards[0].data.shape == (config.vocab_size // 4, config.dim)
@@ -156,22 +167,27 @@ for folder in (plain, converted):
     except ModelError as error:
         assert "tensor=8" in str(error) and "heads" in str(error), error
     else:
-        raise AssertionError("four heads went over eight devices")
+        raise AssertionError("four heads were split over eight devices")
 """
 
 
 def test_load_over_eight_devices(tmp_path):
-    """Both kinds of folder put each array where the mesh wants it."""
+    """Arrays of safetensors and of Orbax folders are loaded with the shardings of the mesh."""
     from quire.model.checkpoint import loader, orbax
 
-    plain = tmp_path / "plain"
-    out = tmp_path / "converted"
-    tiny.write(plain)
-    config = loader.read_config(plain)
-    orbax.save(plain, out, loader.load(plain, config, skip_packing=True), config.dtype)
+    plain_folder = tmp_path / "plain"
+    converted_folder = tmp_path / "converted"
+    tiny.write(plain_folder)
+    config = loader.read_config(plain_folder)
+    orbax.save(
+        plain_folder,
+        converted_folder,
+        loader.load(plain_folder, config, skip_packing=True),
+        config.dtype,
+    )
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT, str(plain), str(out)],
+    completed = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES_SCRIPT, str(plain_folder), str(converted_folder)],
         capture_output=True, text=True, timeout=900, env=os.environ | environment,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr

@@ -1,4 +1,4 @@
-"""Dataclasses that are pytrees, against those of flax."""
+"""Compares dataclasses that are pytrees with those of flax."""
 
 import dataclasses
 import pickle
@@ -14,8 +14,8 @@ from quire.sharding import struct
 flax_struct = pytest.importorskip("flax.struct")
 
 
-def classes(module):
-    """The same classes, decorated by one of the two."""
+def define_classes(module):
+    """Defines the same classes with the decorators of `module`."""
 
     @module.dataclass
     class Point:
@@ -30,7 +30,7 @@ def classes(module):
     @module.dataclass(kw_only=True)
     class Base:
         size: int = module.field(pytree_node=False)
-        which: Any = None
+        extra: Any = None
 
     @module.dataclass
     class Inherits(Base):
@@ -39,61 +39,61 @@ def classes(module):
     return Point, Inherits
 
 
-BOTH = pytest.mark.parametrize("module", [struct, flax_struct], ids=["ours", "flax"])
+BOTH_MODULES = pytest.mark.parametrize("module", [struct, flax_struct], ids=["quire", "flax"])
 
 
 def paths(tree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def test_alike():
-    """The same leaves in the same order under the same paths, and the same text."""
-    Point, Inherits = classes(struct)
-    FlaxPoint, FlaxInherits = classes(flax_struct)
-    for ours, theirs in [
+def test_dataclasses_match_those_of_flax():
+    """They have the same leaves, order of leaves, paths, repr and fields."""
+    Point, Inherits = define_classes(struct)
+    FlaxPoint, FlaxInherits = define_classes(flax_struct)
+    for tree, flax_tree in [
         (Point(1, "a", [2, 3], {"k": 4}), FlaxPoint(1, "a", [2, 3], {"k": 4})),
         (Inherits(np.ones(2), size=3), FlaxInherits(np.ones(2), size=3)),
-        (Inherits(5, size=3, which=6), FlaxInherits(5, size=3, which=6)),
+        (Inherits(5, size=3, extra=6), FlaxInherits(5, size=3, extra=6)),
     ]:
-        assert paths(ours) == paths(theirs) != []
-        for leaf, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            np.testing.assert_array_equal(leaf, other)
-        assert repr(ours) == repr(theirs)
-        fields = [
+        assert paths(tree) == paths(flax_tree) != []
+        for leaf, flax_leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(flax_tree), strict=True):
+            np.testing.assert_array_equal(leaf, flax_leaf)
+        assert repr(tree) == repr(flax_tree)
+        field_lists = [
             [
                 (field.name, field.metadata.get("pytree_node", True), field.kw_only)
-                for field in dataclasses.fields(one)
+                for field in dataclasses.fields(any_tree)
             ]
-            for one in (ours, theirs)
+            for any_tree in (tree, flax_tree)
         ]
-        assert fields[0] == fields[1]
+        assert field_lists[0] == field_lists[1]
 
 
-@BOTH
-def test_structure(module):
-    """What is no node is a part of the structure: programs are compiled for it, and trees of others
-    do not match.
+@BOTH_MODULES
+def test_static_fields_are_part_of_the_tree_structure(module):
+    """A static field is part of the tree structure: jitted functions are traced for each value, and
+    trees with different values do not match.
     """
-    Point, _ = classes(module)
-    traced = []
+    Point, _ = define_classes(module)
+    traced_names = []
 
     @jax.jit
-    def run(point):
-        traced.append(point.name)
+    def double_x(point):
+        traced_names.append(point.name)
         return point.replace(x=point.x * 2)
 
-    assert run(Point(jnp.ones(2), "a")).x.tolist() == [2, 2]
-    run(Point(jnp.zeros(2), "a"))
-    run(Point(jnp.zeros(2), "b"))
-    assert traced == ["a", "b"]
+    assert double_x(Point(jnp.ones(2), "a")).x.tolist() == [2, 2]
+    double_x(Point(jnp.zeros(2), "a"))
+    double_x(Point(jnp.zeros(2), "b"))
+    assert traced_names == ["a", "b"]
     with pytest.raises(ValueError):
         jax.tree.map(lambda a, b: a, Point(1, "a"), Point(1, "b"))
 
 
-@BOTH
-def test_frozen(module):
-    """Values are replaced and never set; an unknown field is refused."""
-    Point, Inherits = classes(module)
+@BOTH_MODULES
+def test_dataclasses_are_frozen(module):
+    """Fields cannot be set, only replaced, and unknown fields are refused."""
+    Point, Inherits = define_classes(module)
     point = Point(1, "a")
     assert point.moved() == Point(2, "a") != point
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -101,15 +101,15 @@ def test_frozen(module):
     with pytest.raises(TypeError):
         point.replace(z=1)
     with pytest.raises(TypeError):
-        Inherits(1, 2)  # `size` is a keyword
+        Inherits(1, 2)  # `size` is keyword-only
     assert Point(1, "a").tags is not Point(1, "a").tags
 
 
-def test_real_tree():
-    """The weights' own classes go through pickle and `eval_shape`."""
+def test_weights_can_be_pickled_and_shape_evaluated():
+    """Weights classes work with pickle and `jax.eval_shape`."""
     from quire.model.weights import MlpWeights
 
     mlp = MlpWeights(np.ones((2, 2, 3)), np.ones((3, 2)))
-    again = pickle.loads(pickle.dumps(mlp))
-    assert jax.tree.structure(again) == jax.tree.structure(mlp)
+    unpickled = pickle.loads(pickle.dumps(mlp))
+    assert jax.tree.structure(unpickled) == jax.tree.structure(mlp)
     assert jax.eval_shape(lambda w: w.replace(down_FD=w.down_FD.T), mlp).down_FD.shape == (2, 3)

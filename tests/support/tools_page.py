@@ -85,7 +85,7 @@ MODELS = {
     "xlam": "xLAM",
 }
 VALUES = {"city": "Bern", "days": 2}
-# Greedy answers to the prompts of tests/real/tool_prompts.py, counted by `rates` there.
+# Greedy answers to the prompts of tests/real/tool_prompts.py, counted by `count_outcomes` there.
 RATES = {
     "Qwen2.5-Coder 0.5B (Q4_K_M)": {"right": 40, "other": 5, "text": 5, "false": 7},
     "Qwen2.5-Coder 1.5B (Q4_K_M)": {"right": 45, "other": 0, "text": 5, "false": 10},

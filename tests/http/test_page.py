@@ -20,7 +20,7 @@ EVIL = (
     '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><b '
     "onclick='x'>&amp; **bold**"
 )
-PITCH = 22  # pixels from cell to cell where there are few
+CELL_PITCH = 22  # pixels between cells in a map of few cells
 
 pytestmark = needs_chromium
 expect.set_options(timeout=60_000)
@@ -58,9 +58,9 @@ def frame(
     }
 
 
-def run(number: int, **changes: Any) -> dict[str, Any]:
-    """A running request of such an event."""
-    own = {
+def running_request(number: int, **changes: Any) -> dict[str, Any]:
+    """A running request, as /live events describe it."""
+    request = {
         "number": number,
         "id": f"chatcmpl-{number}",
         "prompt": 120,
@@ -68,7 +68,7 @@ def run(number: int, **changes: Any) -> dict[str, Any]:
         "computed": 120,
         "tokens": 45,
     }
-    return own | {"state": "writing"} | changes
+    return request | {"state": "writing"} | changes
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def stand_in() -> StandIn:
 
 @pytest.fixture
 def url(stand_in: StandIn) -> Iterator[str]:
-    """Where the server is."""
+    """The URL of the stand-in server."""
     with serving(stand_in) as url:
         yield url
 
@@ -100,24 +100,24 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def tab(context: BrowserContext, url: str, request: pytest.FixtureRequest) -> Iterator[Tab]:
-    """A page that is connected.
+    """A connected page.
 
-    `@pytest.mark.usefixtures("loud")` where error statuses belong to the test.
+    Tests in which the server answers with error statuses use the fixture `expects_http_errors`.
     """
     tab = Tab(context.new_page(), url)
     expect(tab.state).to_have_attribute("data-state", "ready")
     yield tab
-    tab.check("loud" in request.fixturenames)
+    tab.check("expects_http_errors" in request.fixturenames)
 
 
 @pytest.fixture
-def loud() -> None:
-    """The server answers with errors here, which the browser logs."""
+def expects_http_errors() -> None:
+    """The browser may log HTTP errors in this test."""
 
 
 @pytest.fixture(scope="module")
-def bench(browser: Browser) -> Iterator[Page]:
-    """A page whose modules are called by themselves."""
+def module_page(browser: Browser) -> Iterator[Page]:
+    """A page for calling its JavaScript modules directly."""
     with serving(StandIn(frame=frame([0]))) as url:
         page = browser.new_page()
         page.goto(url)
@@ -132,7 +132,7 @@ def bench(browser: Browser) -> Iterator[Page]:
 # The chat
 
 
-def test_an_answer_streams_and_ends(tab: Tab, stand_in: StandIn):
+def test_streamed_answer_is_shown_with_statistics(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [*list(words(STORY))[:5], 0.5, *list(words(STORY))[5:], "stop"]
     tab.ask("Hello")
     expect(tab.page.locator(".answer .text")).to_contain_text("Once upon a time")  # before the end
@@ -152,7 +152,7 @@ def test_an_answer_streams_and_ends(tab: Tab, stand_in: StandIn):
     }  # fmt: skip
 
 
-def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn):
+def test_conversation_is_sent_and_edited(tab: Tab, stand_in: StandIn):
     for name in "abcdef":
         stand_in.answers[name] = [said(name.upper(), token(name.upper())), "stop"]
     for name in "ab":
@@ -166,16 +166,16 @@ def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn
     tab.page.keyboard.type("c")
     tab.page.keyboard.press("Enter")
     tab.ended()
-    told = [
+    sent_messages = [
         [(message["role"], message["content"]) for message in body["messages"]]
         for body in stand_in.bodies
     ]
-    first = [("user", "a"), ("assistant", "A")]
-    assert told == [
-        first[:1],
-        [*first, ("user", "b")],
-        [*first, ("user", "b")],
-        [*first, ("user", "c")],
+    first_turn = [("user", "a"), ("assistant", "A")]
+    assert sent_messages == [
+        first_turn[:1],
+        [*first_turn, ("user", "b")],
+        [*first_turn, ("user", "b")],
+        [*first_turn, ("user", "c")],
     ]
     assert tab.page.locator(".turn .text").all_inner_texts() == ["a", "A", "c", "C"]
     assert len({body["request_id"] for body in stand_in.bodies}) == 4
@@ -186,18 +186,18 @@ def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn
     assert len(stand_in.bodies[-1]["messages"]) == 1
 
 
-@pytest.mark.parametrize("how", ["escape", "button", "new chat"])
-def test_stop(tab: Tab, stand_in: StandIn, how: str):
+@pytest.mark.parametrize("stop_action", ["escape", "button", "new chat"])
+def test_stopped_answer_keeps_its_text(tab: Tab, stand_in: StandIn, stop_action: str):
     stand_in.answers["Hello"] = [*words("one two three"), 60.0, *words("never"), "stop"]
     tab.ask("Hello")
     expect(tab.page.locator(".answer .text")).to_contain_text("one two three")
-    if how == "escape":
+    if stop_action == "escape":
         tab.page.keyboard.press("Escape")
     else:
-        tab.page.click("#send" if how == "button" else "#new")
+        tab.page.click("#send" if stop_action == "button" else "#new")
     tab.ended()
     until(lambda: stand_in.left == 1, tab.page, "the server was not told")
-    if how == "new chat":
+    if stop_action == "new chat":
         assert tab.page.locator(".turn").count() == 0
     else:
         assert tab.answer() == "one two three"
@@ -208,19 +208,19 @@ def test_stop(tab: Tab, stand_in: StandIn, how: str):
     assert tab.answer() == STORY
 
 
-def looks(tab: Tab) -> list[str]:
-    """What is seen of the chat, with and without probabilities."""
-    found = []
+def chat_contents(tab: Tab) -> list[str]:
+    """HTML of the chat and text of its context line, with and without probabilities."""
+    contents = []
     for _ in range(2):
-        found += [
+        contents += [
             tab.page.locator("#turns").inner_html(),
             tab.page.locator("#context").inner_text(),
         ]
         tab.page.click("#probabilities")
-    return found
+    return contents
 
 
-def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserContext):
+def test_reload_restores_the_chat(tab: Tab, stand_in: StandIn, context: BrowserContext):
     call = {
         "index": 0,
         "id": "c1",
@@ -237,26 +237,26 @@ def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserCo
     for text in "ab":
         tab.ask(text)
         tab.ended()
-    before = looks(tab)
-    assert "tokens/s" in before[0] and "Lost." in before[0]
+    contents_before = chat_contents(tab)
+    assert "tokens/s" in contents_before[0] and "Lost." in contents_before[0]
     tab.page.reload()
-    expect(tab.page.locator("#context")).to_have_text(before[1])
-    assert looks(tab) == before
+    expect(tab.page.locator("#context")).to_have_text(contents_before[1])
+    assert chat_contents(tab) == contents_before
     tab.page.get_by_role("button", name="Retry").click()
     tab.ended()
-    first = [("user", "a"), ("assistant", EVIL + "!"), ("user", "b")]
+    expected = [("user", "a"), ("assistant", EVIL + "!"), ("user", "b")]
     assert [
         (message["role"], message["content"]) for message in stand_in.bodies[-1]["messages"]
-    ] == first
-    other = Tab(context.new_page(), tab.url)  # another tab has a chat of its own
-    expect(other.page.locator("#welcome")).to_be_visible()
+    ] == expected
+    other_tab = Tab(context.new_page(), tab.url)  # another tab has a chat of its own
+    expect(other_tab.page.locator("#welcome")).to_be_visible()
     tab.page.click("#new")
     tab.page.reload()
     expect(tab.page.locator("#welcome")).to_be_visible()
     assert tab.page.evaluate("window.hacked ?? null") is None
 
 
-def test_a_reload_keeps_what_was_being_written(tab: Tab, stand_in: StandIn):
+def test_reload_keeps_a_partial_answer(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [*words("one two three"), said("", token("\ufffd")), 60.0, "stop"]
     tab.ask("Hello")
     expect(tab.page.locator(".answer .text")).to_contain_text("one two three")
@@ -266,9 +266,9 @@ def test_a_reload_keeps_what_was_being_written(tab: Tab, stand_in: StandIn):
     tab.ended()
 
 
-def test_a_chat_that_is_too_long_is_kept_without_its_probabilities(tab: Tab, stand_in: StandIn):
-    others = {"x" * 4000 + str(i): 0.1 for i in range(4)}
-    stand_in.answers["Hello"] = [*[said("ab", token("ab", 0.5, others))] * 400, "stop"]
+def test_overlong_chat_is_stored_without_logprobs(tab: Tab, stand_in: StandIn):
+    alternatives = {"x" * 4000 + str(i): 0.1 for i in range(4)}
+    stand_in.answers["Hello"] = [*[said("ab", token("ab", 0.5, alternatives))] * 400, "stop"]
     tab.ask("Hello")
     tab.ended()
     tab.page.reload()
@@ -277,22 +277,20 @@ def test_a_chat_that_is_too_long_is_kept_without_its_probabilities(tab: Tab, sta
     assert tab.page.locator(".token").all_text_contents() == ["ab" * 400]
 
 
-def chats(tab: Tab) -> list[str]:
-    """The titles in the list of chats, which stays open."""
+def chat_titles(tab: Tab) -> list[str]:
+    """Open the list of chats and return its titles."""
     tab.page.click("#all")
     expect(tab.page.locator("#history")).to_be_visible()
     return tab.page.locator("#conversations .title").all_inner_texts()
 
 
-def test_several_chats_are_kept_and_can_be_gone_on_with(
-    tab: Tab, stand_in: StandIn, context: BrowserContext
-):
+def test_stored_chats_can_be_continued(tab: Tab, stand_in: StandIn, context: BrowserContext):
     for name in ("one", "two"):
         stand_in.answers[name] = [said(f"About {name}.", token(f"About {name}.")), "stop"]
         tab.ask(name)
         tab.ended()
         tab.page.click("#new")
-    assert chats(tab) == ["two", "one"]
+    assert chat_titles(tab) == ["two", "one"]
     tab.page.locator("#conversations li button").filter(has_text="one").click()
     assert tab.answer() == "About one." and tab.page.locator(".turn").count() == 2
     tab.ask("two")
@@ -302,21 +300,21 @@ def test_several_chats_are_kept_and_can_be_gone_on_with(
         "About one.",
         "two",
     ]
-    other = Tab(context.new_page(), tab.url)  # of the same browser, with a chat of its own
-    expect(other.page.locator("#welcome")).to_be_visible()
-    assert chats(other) == ["one", "two"]  # the newest first
-    other.page.locator("#conversations li button").filter(has_text="two").click()
-    assert other.answer() == "About two."
-    other.check(False)
+    other_tab = Tab(context.new_page(), tab.url)  # same browser, own current chat
+    expect(other_tab.page.locator("#welcome")).to_be_visible()
+    assert chat_titles(other_tab) == ["one", "two"]  # the newest first
+    other_tab.page.locator("#conversations li button").filter(has_text="two").click()
+    assert other_tab.answer() == "About two."
+    other_tab.check(False)
 
 
-def test_a_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
+def test_chat_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
     for name in ("one", "two"):
         tab.ask(name)
         tab.ended()
         if name == "one":
             tab.page.click("#new")
-    assert chats(tab) == ["two", "one"]
+    assert chat_titles(tab) == ["two", "one"]
     page, titles = tab.page, tab.page.locator("#conversations .title")
     page.get_by_role("button", name="Delete one").click()
     expect(titles).to_have_text(["two"])
@@ -331,17 +329,17 @@ def test_a_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
     assert page.locator(".turn").count() == 2
     page.get_by_role("button", name="Delete one").click()
     page.reload()
-    assert chats(tab) == ["two"]
+    assert chat_titles(tab) == ["two"]
 
 
 @pytest.mark.parametrize(
     "turns", ["3", "[1]", '[{"answer": {}}]', '[{"answer": {"pieces": 1}}, {"text": "a"}]', None]
 )
-def test_what_another_version_kept_is_forgotten(tab: Tab, turns: str | None):
-    kept = "{" if turns is None else f'{{"title": "a", "at": 1, "turns": {turns}}}'
+def test_incompatible_stored_chat_is_discarded(tab: Tab, turns: str | None):
+    stored_chat = "{" if turns is None else f'{{"title": "a", "at": 1, "turns": {turns}}}'
     script = """kept => addEventListener('pagehide', () => { sessionStorage.setItem('quire.current', '{"id": "x"}');
         localStorage.setItem('quire.chat.x', kept) })"""
-    tab.page.evaluate(script, kept)
+    tab.page.evaluate(script, stored_chat)
     tab.page.reload()
     expect(tab.state).to_have_attribute("data-state", "ready")
     tab.ask("Hello")
@@ -349,8 +347,8 @@ def test_what_another_version_kept_is_forgotten(tab: Tab, turns: str | None):
     assert tab.answer() == STORY
 
 
-def test_a_rate_is_of_a_time_that_can_be_measured(bench: Page):
-    """Tokens that come out of one read are no twenty thousand a second."""
+def test_token_rate_needs_a_measurable_time(module_page: Page):
+    """Tokens that arrive in a single read do not show as twenty thousand per second."""
     script = """async times => { const { Answer } = await import("/page/answer.js");
         const [answer, clock] = [new Answer(), performance.now];
         for (const at of times) {
@@ -359,13 +357,15 @@ def test_a_rate_is_of_a_time_that_can_be_measured(bench: Page):
         }
         performance.now = clock;
         return answer.stats.filter(([, name]) => name === "tokens/s").map(([figure]) => figure) }"""
-    assert bench.evaluate(script, [100, 100.1, 100.1]) == []
-    assert bench.evaluate(script, [100, 150, 150, 300]) == ["15"]
-    assert bench.evaluate(script, [100, 1e5, 1e8]) == []  # nothing like 0.00002 tokens a second
+    assert module_page.evaluate(script, [100, 100.1, 100.1]) == []
+    assert module_page.evaluate(script, [100, 150, 150, 300]) == ["15"]
+    assert (
+        module_page.evaluate(script, [100, 1e5, 1e8]) == []
+    )  # nothing like 0.00002 tokens a second
 
 
-def test_rates_that_die_away_are_nothing(tab: Tab, stand_in: StandIn):
-    for rate, shown in (
+def test_rate_formatting(tab: Tab, stand_in: StandIn):
+    for rate, text in (
         (0.00958, "0"),
         (0.31, "0.3"),
         (26.17, "26.2"),
@@ -373,14 +373,14 @@ def test_rates_that_die_away_are_nothing(tab: Tab, stand_in: StandIn):
         (20_500, "20,500"),
     ):
         stand_in.frame = frame([0], rates={"generation": rate, "prompt": rate})
-        expect(tab.page.locator("#generation")).to_have_text(shown)
-        expect(tab.page.locator("#prompt-rate")).to_have_text(shown)
+        expect(tab.page.locator("#generation")).to_have_text(text)
+        expect(tab.page.locator("#prompt-rate")).to_have_text(text)
 
 
-def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
+def test_settings_are_sent_and_stored(tab: Tab, stand_in: StandIn):
     page = tab.page
     page.click("#settings")
-    given = {
+    settings_by_label = {
         "Temperature": "0.7",
         "Top p": "0.9",
         "Top k": "40",
@@ -391,7 +391,7 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
         "System prompt": "Be brief.",
         "Stop strings": "A\n\\n\\n\n",
     }
-    for label, value in given.items():
+    for label, value in settings_by_label.items():
         page.get_by_label(label, exact=True).fill(value)
     page.keyboard.press("Escape")
     expect(page.locator("#settings-text")).to_have_text("temperature 0.7, 64 tokens, 7 more")
@@ -399,7 +399,7 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     tab.ask("Hello")
     tab.ended()
     body = stand_in.bodies[-1]
-    wanted = {
+    expected = {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 40,
@@ -409,7 +409,7 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
         "seed": -7,
         "stop": ["A", "\n\n"],
     }
-    assert {name: body.get(name) for name in wanted} == wanted
+    assert {name: body.get(name) for name in expected} == expected
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     page.click("#settings")
     page.click("#defaults")
@@ -418,12 +418,12 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     tab.ask("Hello")
     tab.ended()
     body = stand_in.bodies[-1]
-    assert body["top_p"] == 0.5 and not set(wanted) - {"top_p"} & set(body)
+    assert body["top_p"] == 0.5 and not set(expected) - {"top_p"} & set(body)
     assert body["messages"][0]["role"] == "user"
 
 
-def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: StandIn):
-    def shown(name: str) -> tuple[str | None, str]:
+def test_settings_show_server_defaults(tab: Tab, stand_in: StandIn):
+    def displayed_values(name: str) -> tuple[str | None, str]:
         box = tab.page.locator(f"#set-{name}")
         return box.get_attribute("placeholder"), tab.page.locator(
             f"#set-{name} ~ input[type=range]"
@@ -431,12 +431,12 @@ def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: St
 
     expect(tab.state).to_have_attribute("data-state", "ready")
     tab.page.click("#settings")
-    assert [shown(name) for name in ("temperature", "top_k", "max_tokens")] == [
+    assert [displayed_values(name) for name in ("temperature", "top_k", "max_tokens")] == [
         ("1", "1"), ("0", "0"), ("default", "1024")
     ]  # fmt: skip
     stand_in.frame = frame([0] * 60, defaults={"temperature": 0.7, "top_k": 20, "max_tokens": 512})
     expect(tab.page.locator("#set-temperature")).to_have_attribute("placeholder", "0.7")
-    assert [shown(name) for name in ("temperature", "top_k", "max_tokens")] == [
+    assert [displayed_values(name) for name in ("temperature", "top_k", "max_tokens")] == [
         ("0.7", "0.7"), ("20", "20"), ("512", "512")
     ]  # fmt: skip
     tab.page.keyboard.press("Escape")
@@ -448,22 +448,22 @@ def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: St
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
+    ("name", "label"),
     [
         ("/srv/models/Tiny-Q4_K_M.gguf", "Tiny-Q4_K_M.gguf"), ("./Tiny.gguf", "Tiny.gguf"),
         ("models/a/b.gguf", "b.gguf"),
         ("C:\\models\\Tiny.gguf", "Tiny.gguf"), ("/srv/models/folder/", "folder"), ("owner/name", "owner/name"),
     ],
 )  # fmt: skip
-def test_a_model_is_called_by_its_file(
-    context: BrowserContext, url: str, stand_in: StandIn, name: str, shown: str
+def test_model_label_is_its_file_name(
+    context: BrowserContext, url: str, stand_in: StandIn, name: str, label: str
 ):
     stand_in.models = [name]
     tab = Tab(context.new_page(), url)
-    expect(tab.page.locator("#greeting")).to_have_text(f"Ask {shown}")
+    expect(tab.page.locator("#greeting")).to_have_text(f"Ask {label}")
     assert (
-        tab.page.locator("#model option").inner_text() == shown
-        and tab.page.title() == f"{shown} on Quire"
+        tab.page.locator("#model option").inner_text() == label
+        and tab.page.title() == f"{label} on Quire"
     )
     starters = tab.page.locator("#starters button").all_inner_texts()
     # those are quill's
@@ -473,7 +473,7 @@ def test_a_model_is_called_by_its_file(
     assert stand_in.bodies[-1]["model"] == name
 
 
-def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn):
+def test_model_selection(context: BrowserContext, url: str, stand_in: StandIn):
     stand_in.models = ["quill", "quill-draft"]
     tab = Tab(context.new_page(), url)
     expect(tab.page.locator("#model option")).to_have_count(2)
@@ -489,7 +489,7 @@ def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn)
     tab.check(False)
 
 
-def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
+def test_reasoning_is_collapsed_and_tool_calls_are_code(tab: Tab, stand_in: StandIn):
     call = {
         "index": 0,
         "id": "c1",
@@ -526,7 +526,7 @@ def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
 # Tokens
 
 
-def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
+def test_token_probabilities_are_shown(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [
         said("Once upon", token("Once", 0.75, {"There": 0.2}), token(" upon", 0.999)),
         said(
@@ -572,10 +572,8 @@ def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
     assert tab.answer() == "Once upon a"
 
 
-def test_lines_of_tokens_end_with_a_mark(tab: Tab, stand_in: StandIn):
-    """Each mark stands where its line ends, in the token that ends it, and the text stays as it
-    was.
-    """
+def test_newline_tokens_show_a_mark(tab: Tab, stand_in: StandIn):
+    """The mark is inside the token that ends the line, and the text is unchanged."""
     texts = ["One", ".\n\n", "- ", "two", "\n", "\nthree"]
     stand_in.answers["Hello"] = [said(text, token(text)) for text in texts] + ["stop"]
     tab.page.click("#probabilities")
@@ -584,12 +582,19 @@ def test_lines_of_tokens_end_with_a_mark(tab: Tab, stand_in: StandIn):
     assert tab.page.locator(".token").all_text_contents() == texts
     script = """tokens => tokens.map((token) => [...token.childNodes].map(
         (node) => node.className ? getComputedStyle(node, "::before").content : node.textContent).join("|"))"""
-    found = tab.page.locator(".token").evaluate_all(script)
+    rendered = tab.page.locator(".token").evaluate_all(script)
     mark = '"↵"'
-    assert found == ["One", f".|{mark}|\n|{mark}|\n", "- ", "two", f"{mark}|\n", f"{mark}|\n|three"]
+    assert rendered == [
+        "One",
+        f".|{mark}|\n|{mark}|\n",
+        "- ",
+        "two",
+        f"{mark}|\n",
+        f"{mark}|\n|three",
+    ]
 
 
-def test_characters_split_over_tokens_are_never_broken(tab: Tab, stand_in: StandIn):
+def test_multi_token_characters_are_not_broken(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [
         said("caf", token("caf")),
         said("", token("\ufffd", 0.5)),
@@ -612,14 +617,14 @@ def test_characters_split_over_tokens_are_never_broken(tab: Tab, stand_in: Stand
     expect(card).to_contain_text("2 tokens wrote this together")
     assert card.locator(".chosen").inner_text().split() == ["\u00e9", "45.0", "%"]
     assert card.locator("li code").all_inner_texts() == ["part of a character"] * 2
-    for part in tab.page.locator(".token").all():
-        part.hover()
+    for token_element in tab.page.locator(".token").all():
+        token_element.hover()
         assert "\ufffd" not in tab.page.inner_text("body")
     tab.page.click("#probabilities")
     assert tab.answer() == text
 
 
-DEAL = """chunks => { const aligner = new lib.Aligner();
+ALIGN_SCRIPT = """chunks => { const aligner = new lib.Aligner();
     for (const [text, tokens] of chunks) aligner.push(text, tokens);
     aligner.end();
     return aligner.pieces.map(({text, tokens}) => [text, tokens.map(({token}) => token)]) }"""
@@ -628,7 +633,7 @@ DEAL = """chunks => { const aligner = new lib.Aligner();
 @pytest.mark.parametrize(
     "chunks, pieces",
     [
-        # the end of it was held back
+        # the end of the text was held back
         ([("a", ["</think>", "aa"]), ("aa", ["a"])], [["aa", ["aa"]], ["a", ["a"]]]),
         ([("one", ["one", " st"]), ("", ["op"])], [["one", ["one"]]]),  # a stop string cut the rest
         ([("on", ["one"])], [["on", ["one"]]]),
@@ -641,50 +646,50 @@ DEAL = """chunks => { const aligner = new lib.Aligner();
         ([("ok", ["<call>", "{}", "ok"])], [["ok", ["ok"]]]),
     ],
 )
-def test_tokens_that_write_late_or_nothing(
-    bench: Page, chunks: list[tuple[str, list[str]]], pieces: list[Any]
+def test_tokens_with_late_or_no_text_are_aligned(
+    module_page: Page, chunks: list[tuple[str, list[str]]], pieces: list[Any]
 ):
-    given_ = [(text, [token(name) for name in names]) for text, names in chunks]
-    assert bench.evaluate(DEAL, given_) == pieces
+    token_chunks = [(text, [token(name) for name in names]) for text, names in chunks]
+    assert module_page.evaluate(ALIGN_SCRIPT, token_chunks) == pieces
 
 
 @settings(max_examples=cases(150))
 @given(st.data())
-def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
+def test_aligned_tokens_cover_the_whole_text(module_page: Page, data: st.DataObject):
     letters = data.draw(st.sampled_from(["ab \n", "ab \n\u00e9\u4e16\U0001f426\u0301"]))
     text = data.draw(st.text(st.sampled_from(letters), max_size=24))
     raw = text.encode()
     cuts = data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=12))
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    whole = True
-    # as a stop string cuts an answer
+    is_split_at_characters = True
+    # characters cut off by a stop string
     end_early = data.draw(st.booleans()) and data.draw(st.integers(0, 3))
     chunks = []
     sent = 0
     for begin, end in zip(edges, edges[1:], strict=False):
-        own = raw[begin:end].decode(errors="replace")
-        whole = whole and "\ufffd" not in own
+        token_text = raw[begin:end].decode(errors="replace")
+        is_split_at_characters = is_split_at_characters and "\ufffd" not in token_text
         # Text comes when its characters are whole; some of it may be held back for a while, as
         # before a stop string.
         ready = len(raw[:end].decode(errors="ignore"))
-        held = data.draw(st.integers(0, 2)) if data.draw(st.booleans()) else 0
-        now = max(sent, ready - held) if end < len(raw) else len(text)
-        tokens = [token(own)] if own else []
+        num_held_back = data.draw(st.integers(0, 2)) if data.draw(st.booleans()) else 0
+        num_sent = max(sent, ready - num_held_back) if end < len(raw) else len(text)
+        tokens = [token(token_text)] if token_text else []
         if data.draw(st.booleans()):
             tokens.insert(0, token("<silent>"))  # writes nothing
-        now = max(sent, min(now, len(text) - end_early))
-        chunks.append((text[sent:now], tokens))
-        sent = now
+        num_sent = max(sent, min(num_sent, len(text) - end_early))
+        chunks.append((text[sent:num_sent], tokens))
+        sent = num_sent
     text = text[:sent]
-    pieces = bench.evaluate(DEAL, chunks)
+    pieces = module_page.evaluate(ALIGN_SCRIPT, chunks)
     assert "".join(piece for piece, _ in pieces) == text
     assert all(piece for piece, _ in pieces)
-    dealt = [name for _, names in pieces for name in names if name != "<silent>"]
-    given_ = [
+    aligned_tokens = [name for _, names in pieces for name in names if name != "<silent>"]
+    expected_tokens = [
         entry["token"] for _, tokens in chunks for entry in tokens if entry["token"] != "<silent>"
     ]
-    if whole and not end_early:  # each gets just its own text
-        assert dealt == given_
+    if is_split_at_characters and not end_early:  # every token gets exactly its own text
+        assert aligned_tokens == expected_tokens
         assert [piece for piece, names in pieces if "<silent>" not in names] == [
             names[0] for _, names in pieces if "<silent>" not in names
         ]
@@ -693,7 +698,7 @@ def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
 # Markdown
 
 
-def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
+def test_markdown_becomes_html_elements(tab: Tab, stand_in: StandIn):
     text = (
         "A **bold** and `code **raw**` line\n\n- one\n- two\n  1. deep\n\n3. three\n\n## Head\n\n"
         "```python\nif a < b:\n    **no**\n```\n2 * 3 * 4 and *so*\n"
@@ -716,7 +721,7 @@ def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
     )
 
 
-RICH = """# Title
+RICH_MARKDOWN = """# Title
 
 > quoted *words*
 >
@@ -753,8 +758,10 @@ plain
 """
 
 
-def test_markdown_of_every_kind(tab: Tab, stand_in: StandIn):
-    stand_in.answers["Hello"] = [said(part) for part in re.findall(r"(?s).{1,7}", RICH)] + ["stop"]
+def test_every_markdown_construct(tab: Tab, stand_in: StandIn):
+    stand_in.answers["Hello"] = [
+        said(text) for text in re.findall(r"(?s).{1,7}", RICH_MARKDOWN)
+    ] + ["stop"]
     tab.ask("Hello")
     tab.ended()
     answer = tab.page.locator(".answer .text")
@@ -803,14 +810,14 @@ def test_markdown_of_every_kind(tab: Tab, stand_in: StandIn):
     assert tab.page.evaluate("window.hacked ?? null") is None
 
 
-def test_sanitizer_removes_what_the_parser_lets_through(bench: Page):
-    """The second line of defence by itself: as if the parser had made HTML of an answer."""
+def test_sanitizer_removes_active_html(module_page: Page):
+    """The sanitizer alone, as if the Markdown parser had let HTML through."""
     html = "<p onclick=x>a<img src=x onerror=y><svg><script>z</script></svg></p>"
     script = """html => DOMPurify.sanitize(html, {ALLOWED_TAGS: ["p"], ALLOWED_ATTR: ["class"]})"""
-    assert bench.evaluate(script, html) == "<p>a</p>"
+    assert module_page.evaluate(script, html) == "<p>a</p>"
 
 
-def test_libraries_are_those_that_were_checked():
+def test_vendored_libraries_have_pinned_digests():
     digests = {
         "highlight.min.js": "1ed8fc5256b738b8875b74e4d3f0754f60d6411fb034d618dfbc4e6e6c9999d7",
         "markdown-it.min.js": "40ee4f75f35a4c8d24f1d7a902f4c56a26da8bd9eec5bb02ad4a672d6ba05525",
@@ -827,29 +834,46 @@ def test_libraries_are_those_that_were_checked():
     }
 
 
-MARKS = ["*", "**", "`", "```", "\n", "\n\n", "- ", "  ", "1. ", "# ", "a", "<b>", "&amp;", "~~~"]
+MARKDOWN_FRAGMENTS = [
+    "*",
+    "**",
+    "`",
+    "```",
+    "\n",
+    "\n\n",
+    "- ",
+    "  ",
+    "1. ",
+    "# ",
+    "a",
+    "<b>",
+    "&amp;",
+    "~~~",
+]
 
 
 @settings(max_examples=cases(60))
-@given(st.lists(st.sampled_from(MARKS), max_size=30))
-def test_markdown_grown_bit_by_bit_is_the_same(bench: Page, parts: list[str]):
+@given(st.lists(st.sampled_from(MARKDOWN_FRAGMENTS), max_size=30))
+def test_incremental_markdown_equals_complete_rendering(module_page: Page, fragments: list[str]):
     script = """parts => { const shown = (steps) => { const root = document.createElement("div");
             const markdown = new lib.Markdown(root); for (const step of steps) markdown.update(step); return root; };
         const grown = parts.map((_, i) => parts.slice(0, i + 1).join(""));
         const [whole, slow] = [shown([parts.join("")]), shown(grown)];
         const names = [...whole.querySelectorAll("*")].map((element) => element.localName);
         return [whole.innerHTML, slow.innerHTML, whole.textContent, names] }"""
-    whole, slow, text, names = bench.evaluate(script, parts)
-    assert whole == slow
+    html_at_once, html_incremental, text, names = module_page.evaluate(script, fragments)
+    assert html_at_once == html_incremental
     assert set(names) <= set(
         "p strong em code s ul ol li h3 hr br div header span button svg use pre".split()
     )
-    letters = [letter for letter in "".join(parts).replace("&amp;", "&") if letter in "ab&<>"]
-    info = "".join(parts).count("`") + "".join(parts).count("~")  # what follows a fence is a title
+    letters = [letter for letter in "".join(fragments).replace("&amp;", "&") if letter in "ab&<>"]
+    info = "".join(fragments).count("`") + "".join(fragments).count(
+        "~"
+    )  # what follows a fence is a title
     assert info or [letter for letter in text if letter in "ab&<>"] == letters
 
 
-def test_hostile_markdown_takes_linear_time(bench: Page):
+def test_hostile_markdown_takes_linear_time(module_page: Page):
     hostile = (
         "*a **b `" * 20_000,
         "`" * 50_000 + " `" * 20_000,
@@ -859,7 +883,7 @@ def test_hostile_markdown_takes_linear_time(bench: Page):
         ">" * 30_000,
     )
     for text in (*hostile, "|a" * 5_000 + "\n" + "|-" * 5_000 + "\n", "```js\n" + "a(/b" * 20_000):
-        took = bench.evaluate(
+        took = module_page.evaluate(
             """text => { const began = performance.now();
                 new lib.Markdown(document.createElement("div")).update(text); return performance.now() - began }""",
             text,
@@ -867,11 +891,14 @@ def test_hostile_markdown_takes_linear_time(bench: Page):
         assert took < 15_000, text[:10]
 
 
-def test_text_stays_text(context: BrowserContext, url: str, stand_in: StandIn):
+def test_html_in_texts_is_escaped(context: BrowserContext, url: str, stand_in: StandIn):
     stand_in.models = [EVIL]
     group = {"name": EVIL, "pages": 3, "each": 1, "cells": [0, -1, 1]}
     stand_in.frame = frame(
-        [], (run(1, id=EVIL, state=EVIL),), groups=[group, group | {"name": "b"}], state=EVIL
+        [],
+        (running_request(1, id=EVIL, state=EVIL),),
+        groups=[group, group | {"name": "b"}],
+        state=EVIL,
     )
     call = {"index": 0, "function": {"name": EVIL, "arguments": EVIL}}
     stand_in.answers[EVIL] = [
@@ -902,8 +929,8 @@ def test_text_stays_text(context: BrowserContext, url: str, stand_in: StandIn):
 # Errors and keys
 
 
-@pytest.mark.usefixtures("loud")
-def test_a_refusal_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
+@pytest.mark.usefixtures("expects_http_errors")
+def test_rejected_request_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
     refusal = {
         "message": "top_p: must be at most 1, got 7",
         "type": "invalid_request_error",
@@ -926,19 +953,21 @@ def test_a_refusal_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
 @pytest.mark.parametrize(
     "end", [{"error": {"message": "the engine has stopped", "type": "server_error"}}, None]
 )
-def test_an_answer_that_breaks_off_keeps_its_text(tab: Tab, stand_in: StandIn, end: Any):
+def test_interrupted_answer_keeps_its_text(tab: Tab, stand_in: StandIn, end: Any):
     stand_in.answers["Hello"] = [*words("one two three"), 0.1, end]
     tab.ask("Hello")
-    said_ = "the engine has stopped" if end else "The connection closed before the answer ended."
-    expect(tab.page.locator(".failure p").first).to_have_text(said_)
+    error_text = (
+        "the engine has stopped" if end else "The connection closed before the answer ended."
+    )
+    expect(tab.page.locator(".failure p").first).to_have_text(error_text)
     assert tab.answer() == "one two three"
     tab.page.get_by_role("button", name="Retry").click()
-    expect(tab.page.locator(".failure p").first).to_have_text(said_)
+    expect(tab.page.locator(".failure p").first).to_have_text(error_text)
     assert [message["role"] for message in stand_in.bodies[-1]["messages"]] == ["user"]
 
 
-@pytest.mark.usefixtures("loud")
-def test_a_server_that_is_gone_comes_back(tab: Tab, stand_in: StandIn):
+@pytest.mark.usefixtures("expects_http_errors")
+def test_page_reconnects_after_server_outage(tab: Tab, stand_in: StandIn):
     stand_in.down = True
     expect(tab.state).to_have_attribute("data-state", "away")
     tab.ask("Hello")
@@ -954,7 +983,7 @@ def test_a_server_that_is_gone_comes_back(tab: Tab, stand_in: StandIn):
     assert tab.answer() == STORY
 
 
-def test_a_key_is_asked_for_and_stays_in_the_tab(
+def test_api_key_is_requested_and_stays_in_the_tab(
     context: BrowserContext, url: str, stand_in: StandIn
 ):
     stand_in.key = "secret"
@@ -985,26 +1014,26 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
     assert page.evaluate("Object.keys(sessionStorage).sort()") == ["quire.current", "quire.key"]
     assert page.evaluate("sessionStorage['quire.key']") == "secret"
     assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
-    kept = page.evaluate(
+    visible_state = page.evaluate(
         "[...Object.values(localStorage), document.cookie, location.href, "
         "document.body.innerHTML].join()"
     )
-    assert "secret" not in kept
-    other = Tab(context.new_page(), url)  # another tab does not know it
-    expect(other.page.locator("#lock")).to_be_visible()
+    assert "secret" not in visible_state
+    other_tab = Tab(context.new_page(), url)  # another tab does not know it
+    expect(other_tab.page.locator("#lock")).to_be_visible()
     tab.check(True)
 
 
 # The engine
 
 
-def test_cells_change_when_the_engine_says_so(tab: Tab, stand_in: StandIn):
+def test_cells_follow_the_live_events(tab: Tab, stand_in: StandIn):
     page = tab.page
     assert tab.pixel(10, 10) == tab.swatch("free")
-    stand_in.frame = frame([1, -1, -2, 2, *[0] * 56], (run(1), run(2)))
+    stand_in.frame = frame([1, -1, -2, 2, *[0] * 56], (running_request(1), running_request(2)))
     until(lambda: tab.pixel(10, 10) != tab.swatch("free"), page, "the first cell did not change")
     page.wait_for_timeout(1300)  # until nothing glows
-    colors = [tab.pixel(10 + PITCH * i, 10) for i in range(5)]
+    colors = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(5)]
     assert colors[1:3] == [tab.swatch("cached"), tab.swatch("shared")] and colors[4] == tab.swatch(
         "free"
     )
@@ -1028,28 +1057,32 @@ def test_cells_change_when_the_engine_says_so(tab: Tab, stand_in: StandIn):
     assert label.startswith("Pages: 2 running, 1 shared, 1 cached, 56 free.")
 
 
-def test_pointing_lights_pages_and_tells_of_them(tab: Tab, stand_in: StandIn):
+def test_hover_highlights_and_describes_pages(tab: Tab, stand_in: StandIn):
     page = tab.page
-    stand_in.frame = frame([1, 2, -1, *[0] * 57], (run(1), run(2)))
+    stand_in.frame = frame([1, 2, -1, *[0] * 57], (running_request(1), running_request(2)))
     expect(page.locator("#running li")).to_have_count(2)
     page.wait_for_timeout(1300)
-    before = [tab.pixel(10 + PITCH * i, 10) for i in range(3)]
+    colors_before = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(3)]
     page.hover("#running li >> nth=1")
-    until(lambda: tab.pixel(10, 10) != before[0], page, "the other request's page stayed lit")
-    assert tab.pixel(10 + PITCH, 10) == before[1]
+    until(
+        lambda: tab.pixel(10, 10) != colors_before[0], page, "the other request's page stayed lit"
+    )
+    assert tab.pixel(10 + CELL_PITCH, 10) == colors_before[1]
     canvas = page.locator("#maps canvas")
-    canvas.hover(position={"x": 10 + PITCH, "y": 10})
+    canvas.hover(position={"x": 10 + CELL_PITCH, "y": 10})
     expect(page.locator("#card")).to_contain_text("Page 1")
     expect(page.locator("#card")).to_contain_text("request 2: 120 tokens of prompt, 45 written")
-    canvas.hover(position={"x": 10 + 2 * PITCH, "y": 10})
+    canvas.hover(position={"x": 10 + 2 * CELL_PITCH, "y": 10})
     expect(page.locator("#card")).to_contain_text("cached")
     page.mouse.move(5, 5)
     until(
-        lambda: [tab.pixel(10 + PITCH * i, 10) for i in range(3)] == before, page, "it stayed lit"
+        lambda: [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(3)] == colors_before,
+        page,
+        "it stayed lit",
     )
 
 
-def test_the_pages_of_the_own_chat_are_marked(tab: Tab, stand_in: StandIn):
+def test_pages_of_own_chat_are_marked(tab: Tab, stand_in: StandIn):
     page = tab.page
     stand_in.answers["Hello"] = [*words("one two"), 2.5, "stop"]
     tab.ask("Hello")
@@ -1057,15 +1090,15 @@ def test_the_pages_of_the_own_chat_are_marked(tab: Tab, stand_in: StandIn):
     name = f"chatcmpl-{stand_in.bodies[0]['request_id']}"
     stand_in.frame = frame([0] * 60, waiting=[{"id": name, "prompt": 120}], num_waiting=1)
     expect(page.locator("#waiting li")).to_have_text("yours, 120 tokens")
-    stand_in.frame = frame([1, 7, 7, *[0] * 57], (run(1), run(7, id=name)))
+    stand_in.frame = frame([1, 7, 7, *[0] * 57], (running_request(1), running_request(7, id=name)))
     expect(page.locator(".place")).to_have_text("on 2 pages of its own")
     expect(page.locator("#running .own .who")).to_have_text("yours")
     assert page.locator("#running li .who").all_inner_texts() == ["yours", "no. 1"]
     expect(page.locator("#count-yours")).to_have_text("2")
     page.wait_for_timeout(1100)
     assert (
-        tab.pixel(10 + PITCH, 10)
-        == tab.pixel(10 + 2 * PITCH, 10)
+        tab.pixel(10 + CELL_PITCH, 10)
+        == tab.pixel(10 + 2 * CELL_PITCH, 10)
         == tab.swatch("yours")
         != tab.pixel(10, 10)
     )
@@ -1075,7 +1108,7 @@ def test_the_pages_of_the_own_chat_are_marked(tab: Tab, stand_in: StandIn):
     expect(page.locator("#running li")).to_have_count(0)
 
 
-def test_changes_glow_unless_motion_is_unwanted(browser: Browser, url: str, stand_in: StandIn):
+def test_cell_changes_animate_unless_reduced_motion(browser: Browser, url: str, stand_in: StandIn):
     for motion in ("no-preference", "reduce"):
         stand_in.frame = frame([0] * 60)
         context = browser.new_context(reduced_motion=motion)
@@ -1083,20 +1116,20 @@ def test_changes_glow_unless_motion_is_unwanted(browser: Browser, url: str, stan
         expect(tab.page.locator("#maps canvas")).to_be_visible()
         until(lambda tab=tab: tab.pixel(10, 10) == tab.swatch("free"), tab.page, "no cells")
         stand_in.frame = frame([-2, *[0] * 59])
-        seen = set()
+        seen_colors = set()
 
-        def shared(tab=tab, seen=seen) -> bool:
-            seen.add(tab.pixel(10, 10))
-            return tab.swatch("shared") in seen
+        def shared(tab=tab, seen_colors=seen_colors) -> bool:
+            seen_colors.add(tab.pixel(10, 10))
+            return tab.swatch("shared") in seen_colors
 
         until(shared, tab.page, "the cell did not change")
-        between = seen - {tab.swatch("free"), tab.swatch("shared")}
-        assert bool(between) == (motion == "no-preference")
+        transition_colors = seen_colors - {tab.swatch("free"), tab.swatch("shared")}
+        assert bool(transition_colors) == (motion == "no-preference")
         tab.check(False)
         context.close()
 
 
-def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
+def test_steps_and_layer_groups_are_drawn(tab: Tab, stand_in: StandIn):
     page = tab.page
 
     def busy() -> dict[str, Any]:
@@ -1107,7 +1140,7 @@ def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
         ]
         return frame(
             [],
-            (run(1),),
+            (running_request(1),),
             groups=groups,
             steps=[[now - 0.02, 260, 4, 5, 0.0123, 0, 0], [now, 4, 4, 4, 0.0082, 0, 0]],
         )
@@ -1132,9 +1165,9 @@ def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
     expect(page.locator("#card")).to_contain_text("Pages 0 to 3")
 
 
-def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
-    """Beside the steps in figures and colours, in the chat in green behind the switch; nothing of
-    it without drafts.
+def test_draft_tokens_are_shown_if_the_engine_drafts(tab: Tab, stand_in: StandIn):
+    """In the step figures and colours, and in the chat, green with the probabilities switch;
+    without drafting nothing is shown.
     """
     page = tab.page
     drafted = page.locator(".of-drafts")
@@ -1146,7 +1179,7 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
 
     def busy(drafts: tuple[int, int, int]) -> dict[str, Any]:
         steps = [[time.monotonic(), 20, 4, 4, 0.0082, 16, 6]]
-        return frame([0] * 60, (run(1),), drafts=drafts, steps=steps)
+        return frame([0] * 60, (running_request(1),), drafts=drafts, steps=steps)
 
     stand_in.frame = busy((1000, 4000, 3000))
     expect(page.locator("#drafts-share")).to_be_visible()
@@ -1176,9 +1209,9 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
         "ee",
     ]
     color = "e => getComputedStyle(e).color"
-    told = page.locator(".answer .stats .drafted").last.evaluate(color)
-    assert page.locator(".token.drafted").first.evaluate(color) == told
-    assert page.locator(".token:not(.drafted)").first.evaluate(color) != told
+    drafted_color = page.locator(".answer .stats .drafted").last.evaluate(color)
+    assert page.locator(".token.drafted").first.evaluate(color) == drafted_color
+    assert page.locator(".token:not(.drafted)").first.evaluate(color) != drafted_color
     page.locator(".token.drafted").first.hover()
     expect(page.locator("#card .logprob")).to_contain_text("drafted")
     page.reload()
@@ -1188,17 +1221,19 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
 
 @pytest.mark.parametrize("cells", [1, 60, 700, 4096])
 @pytest.mark.parametrize("width", [343, 500, 700])
-def test_maps_fit(bench: Page, cells: int, width: int):
-    size = bench.evaluate("([cells, width]) => lib.measures([cells], width, 300)", [cells, width])
-    high = -(-cells // size["columns"]) * (size["high"] + size["gap"])
+def test_page_maps_fit_their_width(module_page: Page, cells: int, width: int):
+    size = module_page.evaluate(
+        "([cells, width]) => lib.measures([cells], width, 300)", [cells, width]
+    )
+    map_height = -(-cells // size["columns"]) * (size["high"] + size["gap"])
     assert size["columns"] * (size["wide"] + size["gap"]) - size["gap"] <= width
-    assert high <= 300 or size["wide"] == 3
-    assert size["wide"] >= 3 and high < 420
+    assert map_height <= 300 or size["wide"] == 3
+    assert size["wide"] >= 3 and map_height < 420
     assert size["wide"] == 20 or cells > 60
 
 
 @pytest.mark.parametrize("state", ["loading", "asleep", "draining", "failed"])
-def test_an_engine_that_is_not_ready_tells_only_that(tab: Tab, stand_in: StandIn, state: str):
+def test_unready_engine_shows_only_its_state(tab: Tab, stand_in: StandIn, state: str):
     stand_in.frame = {"model": "quill", "state": state}
     expect(tab.state).to_have_text(state)
     expect(tab.page.locator("#engine")).to_have_class(re.compile("away"))
@@ -1207,14 +1242,17 @@ def test_an_engine_that_is_not_ready_tells_only_that(tab: Tab, stand_in: StandIn
     expect(tab.page.locator("#engine")).not_to_have_class(re.compile("away"))
 
 
-def test_a_hidden_tab_costs_nothing(tab: Tab, stand_in: StandIn):
+def test_hidden_tab_stops_polling(tab: Tab, stand_in: StandIn):
     hide = """hidden => { Object.defineProperty(document, "hidden", {configurable: true, get: () => hidden});
         document.dispatchEvent(new Event("visibilitychange")) }"""
     tab.page.evaluate(hide, True)
-    before = len(stand_in.watched)
+    num_events_before = len(stand_in.watched)
     stand_in.frame = frame([0] * 60, rates={"generation": 999.0, "prompt": 0.0})
     tab.page.wait_for_timeout(600)
-    assert tab.page.locator("#generation").inner_text() == "813" and len(stand_in.watched) == before
+    assert (
+        tab.page.locator("#generation").inner_text() == "813"
+        and len(stand_in.watched) == num_events_before
+    )
     tab.page.evaluate(hide, False)
     expect(tab.page.locator("#generation")).to_have_text("999")
 
@@ -1222,7 +1260,7 @@ def test_a_hidden_tab_costs_nothing(tab: Tab, stand_in: StandIn):
 # The whole
 
 
-def test_nothing_else_is_loaded_or_allowed(tab: Tab, url: str):
+def test_content_security_policy_allows_only_own_resources(tab: Tab, url: str):
     page = tab.page
     allowed = page.request.get(url).headers["content-security-policy"]
     assert "default-src 'self'" in allowed and "unsafe" not in allowed
@@ -1283,12 +1321,10 @@ def test_text_has_contrast(context: BrowserContext, url: str, scheme: Any):
         assert contrast >= (3 if over in ("focus", "edge") else 4.5), (over, under, contrast)
 
 
-def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(
-    browser: Browser, url: str, stand_in: StandIn
-):
+def test_phone_layout_has_a_tab_for_the_engine(browser: Browser, url: str, stand_in: StandIn):
     stand_in.frame = frame(
         [1, *[0] * 4095],
-        tuple(run(number) for number in range(1, 30)),
+        tuple(running_request(number) for number in range(1, 30)),
         num_waiting=40,
         waiting=[{"id": f"w{i}", "prompt": 900} for i in range(12)],
     )
@@ -1303,28 +1339,28 @@ def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(
     tab = Tab(context.new_page(), url)
     page = tab.page
 
-    def straight() -> bool:
-        wide = (
+    def fits_the_screen() -> bool:
+        elements = (
             "[document.documentElement, ...document.querySelectorAll('#log, #engine, .bar, "
             ".composer')]"
         )
         return page.evaluate(
-            f"{wide}.every((e) => e.scrollWidth <= Math.max(e.clientWidth, 0)) && innerWidth "
+            f"{elements}.every((e) => e.scrollWidth <= Math.max(e.clientWidth, 0)) && innerWidth "
             "=== 375"
         )
 
     expect(page.locator("#engine")).to_be_hidden()
     tab.ask("Hello")
     tab.ended()
-    assert straight()
+    assert fits_the_screen()
     page.tap("#probabilities")
-    assert straight()
+    assert fits_the_screen()
     page.locator(".token").first.tap()
     expect(page.locator("#card")).to_be_visible()
-    assert straight()
+    assert fits_the_screen()
     page.tap("#settings")
     expect(page.locator("#drawer")).to_be_visible()
-    assert straight()
+    assert fits_the_screen()
     page.get_by_role("button", name="Close").tap()
     page.tap("#tab-engine")
     expect(page.locator("#engine")).to_be_visible()
@@ -1334,16 +1370,16 @@ def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(
         page,
         "no map",
     )
-    assert straight()
+    assert fits_the_screen()
     page.tap("#tab-chat")
     expect(page.locator("#prompt")).to_be_visible()
     tab.check(False)
     context.close()
 
 
-def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
+def test_keyboard_reaches_every_control(tab: Tab, stand_in: StandIn):
     page, press = tab.page, tab.page.keyboard.press
-    stand_in.frame = frame([1, -1, *[0] * 58], (run(1),))
+    stand_in.frame = frame([1, -1, *[0] * 58], (running_request(1),))
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")
     press("Shift+Enter")
@@ -1401,14 +1437,14 @@ def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
     assert {"settings", "probabilities", "new", "theme", "help", "prompt", "send"} <= reached
 
 
-def test_every_control_has_a_name(tab: Tab):
+def test_every_control_has_an_accessible_name(tab: Tab):
     script = """() => [...document.querySelectorAll("button, input, select, textarea, canvas, dialog")]
         .filter((e) => !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.hasAttribute("aria-labelledby")))
         .map((e) => e.outerHTML)"""
     assert tab.page.evaluate(script) == []
 
 
-def test_copy(tab: Tab):
+def test_copy_button_copies_the_answer(tab: Tab):
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.ask("Hello")
     tab.ended()
@@ -1417,7 +1453,7 @@ def test_copy(tab: Tab):
     assert tab.page.evaluate("navigator.clipboard.readText()") == STORY
 
 
-def test_the_view_follows_the_answer_unless_it_is_scrolled(tab: Tab, stand_in: StandIn):
+def test_view_follows_the_answer_unless_scrolled(tab: Tab, stand_in: StandIn):
     page = tab.page
     lines = list(words("\n\n".join(f"line {i}" for i in range(60))))
     stand_in.answers["Hello"] = [*lines, 1.0, *words("\n\nmore\n\nand more"), "stop"]

@@ -18,7 +18,7 @@ from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
 from quire.serving.api.params import SamplingParams
 from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
-from quire.serving.protocol.answers import parse_chat as chat_answer
+from quire.serving.protocol.answers import chat as chat_answer
 from quire.serving.protocol.answers.answer import (
     AnsweredPrompt,
     ChatRequest,

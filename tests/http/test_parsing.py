@@ -819,7 +819,7 @@ def test_unknown_parser_names_are_rejected():
             parsing.make_parser(*pair, {})
 
 
-@pytest.mark.parametrize("each", [1, 3, 1000])
+@pytest.mark.parametrize("slice_length", [1, 3, 1000])
 def test_custom_tool_calls_are_parsed_whole(slice_length):
     """A custom call's input is sent whole. An input that violates the tool's format becomes text,
     and the following calls take over its index.

@@ -158,7 +158,9 @@ def test_processes_give_same_outputs_as_one_process(
     for index, process in enumerate(running):
         assert process.wait(LIMIT) == 0, (tmp_path / f"log{index}").read_text()[-4000:]
     outputs = json.loads(out.read_text())
-    expected = run_single_process(folder if stored == "orbax_folder" else model, engine_options(data))
+    expected = run_single_process(
+        folder if stored == "orbax_folder" else model, engine_options(data)
+    )
     for name in ("first", "again"):
         assert [tokens for tokens, _ in outputs[name]] == [tokens for tokens, _ in expected[name]]
         for (_, scores), (_, expected_scores) in zip(outputs[name], expected[name], strict=True):

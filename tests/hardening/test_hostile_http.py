@@ -78,14 +78,14 @@ def process() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def check_server_is_unharmed(http_request):
+def check_server_is_unharmed(request):
     """After each test: same process, bounded memory growth, no leaked files, and the canary request
     succeeds.
     """
-    if "process" not in http_request.fixturenames:
+    if "process" not in request.fixturenames:
         yield
         return
-    process = http_request.getfixturevalue("process")
+    process = request.getfixturevalue("process")
     server = psutil.Process(process.pid)
     began = server.create_time()
     memory_before = memory(process.pid)
@@ -101,7 +101,7 @@ def check_server_is_unharmed(http_request):
         f"    canary {canary_seconds:.3f} s, {growth_mib:+.1f} MiB, {server.num_fds() - files:+d} files"
     )
     assert server.num_fds() <= files
-    assert growth_mib < (160 if "flood" in http_request.node.name else 48)
+    assert growth_mib < (160 if "flood" in request.node.name else 48)
 
 
 def read_until_closed(connection: socket.socket, seconds: float) -> tuple[bytes, float | None]:

@@ -347,7 +347,7 @@ def test_message_batches(server, anthropic_client):
         requests=[
             {"custom_id": "a", "params": params},
             {"custom_id": "b", "params": params | {"temperature": -1}},
-            {"custom_id": "c", "params": params | {"system": "Be content_type."}},
+            {"custom_id": "c", "params": params | {"system": "Be kind."}},
         ]
     )
     assert batch.processing_status == "in_progress" and batch.request_counts.processing == 3

@@ -34,7 +34,7 @@ def scripted_answer(prompt: str) -> str:
     """The answer that the last turn of the prompt calls for."""
     if "weather" in prompt and "<tools>" in prompt:
         return f"<think>The user wants the weather.</think>I look. {CALL}"
-    if "num_repeats" in prompt:
+    if "long" in prompt:
         return "word " * 400
     return "Grüße, 世界! 👩‍🚀"
 
@@ -212,7 +212,7 @@ def test_batch_of_conversations(server):
     """Each conversation is answered as in a request of its own; choice indices run over the whole
     batch.
     """
-    turns = [{"role": "user", "content": text} for text in ("hello", "num_repeats")]
+    turns = [{"role": "user", "content": text} for text in ("hello", "long")]
     single_bodies = [post_chat(server, turn["content"], n=2)[2] for turn in turns]
     path = "/v1/chat/completions/batch"
     body = {"messages": [[turn] for turn in turns], "n": 2, "return_token_ids": True}
@@ -277,7 +277,7 @@ def test_invocations_dispatch_by_fields(server):
     ) == scripted_answer("hello")
     for body, message in (
         ([], "body: must be a JSON object"),
-        ({"model": "quill"}, "body: must have a field that message"),
+        ({"model": "quill"}, "body: must have a field that says"),
     ):
         status, _, error_body = send_request(server, "POST", "/invocations", body)
         assert status == 400 and error_body["error"]["message"].startswith(message)
@@ -309,7 +309,7 @@ def test_disconnected_client_frees_its_pages(server):
     try:
         for stream in (True, False):
             with raw_request(
-                server, {"prompt": "num_repeats", "max_tokens": 400, "stream": stream}
+                server, {"prompt": "long", "max_tokens": 400, "stream": stream}
             ) as connection:
                 until = time.monotonic() + 60
                 while not server.engine.scheduler.running and time.monotonic() < until:
@@ -384,7 +384,7 @@ def test_timeout_ends_the_answer(server):
             server,
             "POST",
             "/v1/completions",
-            {"prompt": "num_repeats", "max_tokens": 400, "timeout": 0.3},
+            {"prompt": "long", "max_tokens": 400, "timeout": 0.3},
         )[2]
         assert choice["choices"][0]["finish_reason"] == "timeout"
     finally:
@@ -481,7 +481,7 @@ def test_timeout_applies_while_engine_is_paused_or_asleep(server, path, is_strea
     """A timed-out request ends with the tokens that it has, though the engine sleeps or is paused."""
     server.script.step_seconds = 0.02
     answers = []
-    body = {"prompt": "num_repeats", "max_tokens": 400, "timeout": 0.5, "stream": is_streaming}
+    body = {"prompt": "long", "max_tokens": 400, "timeout": 0.5, "stream": is_streaming}
     thread = threading.Thread(
         target=lambda: answers.append(send_request(server, "POST", "/v1/completions", body)[2])
     )
@@ -750,11 +750,11 @@ def test_logprob_token_ids(server):
             "must hold at most 128 items",
         ),
         ("/v1/chat/completions", {"logprob_token_ids": [5]}, "needs logprobs to be true"),
-        ("/v1/completions", {"logprob_token_ids": [5]}, "needs logprobs to be fields"),
+        ("/v1/completions", {"logprob_token_ids": [5]}, "needs logprobs to be given"),
         (
             "/v1/completions",
             {"logprobs": 0, "logprob_token_ids": [5], "echo": True, "max_tokens": 0},
-            "message something",
+            "says something",
         ),
     ],
 )
@@ -868,10 +868,10 @@ def test_per_request_metrics():
     with served(
         model_of(scripted(scripted_answer)[0]), formats=FORMATS, enable_per_request_metrics=True
     ) as state:
-        messages = {"messages": [{"role": "user", "content": "num_repeats"}], "max_tokens": 9}
+        messages = {"messages": [{"role": "user", "content": "long"}], "max_tokens": 9}
         for path, request in [
             ("/v1/chat/completions", messages),
-            ("/v1/completions", {"prompt": "num_repeats", "max_tokens": 9}),
+            ("/v1/completions", {"prompt": "long", "max_tokens": 9}),
         ]:
             began = time.monotonic()
             metrics = send_request(state, "POST", path, request)[2]["metrics"]

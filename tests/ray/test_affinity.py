@@ -168,7 +168,7 @@ def test_load_limit(min_load):
         ({"replicas": 2, "max_replicas": 3}, "leave one out"),
         ({"min_replicas": 4, "max_replicas": 3}, "at most max_replicas"),
         ({"max_replicas": 3, "target_ongoing_requests": 0}, "above 0"),
-        ({"prefill_replicas": -1}, "at min_load 0"),
+        ({"prefill_replicas": -1}, "at least 0"),
         ({"routing": "random"}, "prefix, round-robin"),
     ],
 )

@@ -253,7 +253,9 @@ class StoredObjectsMachine(RuleBasedStateMachine):
         if data.draw(st.integers(0, 3)) == 0:
             self.num_chosen_ids += 1
             body["request_id"] = data.draw(
-                st.sampled_from([f"x{self.num_chosen_ids}", f"x{max(self.num_chosen_ids - 1, 0)}", "x1"])
+                st.sampled_from(
+                    [f"x{self.num_chosen_ids}", f"x{max(self.num_chosen_ids - 1, 0)}", "x1"]
+                )
             )
         if data.draw(st.booleans()):
             body["tools"] = TOOLS

@@ -67,7 +67,9 @@ def test_beams_over_http_equal_python_beam_search(server, penalty):
         beam.finish_reason for beam in beams
     ]
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
-    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in server.expected_beams[penalty])
+    num_prompt_tokens = sum(
+        len(output.prompt_token_ids) for output in server.expected_beams[penalty]
+    )
     assert body["usage"]["prompt_tokens"] == num_prompt_tokens
     assert body["usage"]["completion_tokens"] == sum(len(beam.tokens) for beam in beams)
     wait_until_idle(server)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
 
 VARIANT_BY_NAME = {variant.name: variant for variant in VARIANTS}
-MESHES = ((2, 2), (4, 1), (1, 3), (2, 4), (2, 1))  # tensor, expert
+MESHES = ((2, 2), (4, 1), (1, 3), (2, 4), (2, 1))  # (tensor, expert)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def test_golden_logits_over_meshes(name, golden):
         assert [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(dummy)] == [
             (leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(weights)
         ]
-        places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = partial(uncached.forward, config=local_config(config, mesh), axes=device_axes(mesh))
         run = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(places, P()),
+            in_specs=(specs, P()),
             out_specs=P(None, None, "tensor"),
             check_vma=False,
         )
@@ -199,12 +199,12 @@ def test_sampled_tokens_follow_the_distribution(name, monkeypatch):
     for top_k, top_p in ((0, 1.0), (9, 1.0), (0, 0.7), (30, 0.9)):
         inputs = sampling_inputs(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
-        places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(
+        specs = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(
             wanted_BL=P()
         )
         run = jax.shard_map(
             partial(SAMPLERS[name].sample, axis=device_axes(mesh).tensor), mesh=mesh,
-            in_specs=(P(None, "tensor"), places, P()), out_specs=P(), check_vma=False,
+            in_specs=(P(None, "tensor"), specs, P()), out_specs=P(), check_vma=False,
         )  # fmt: skip
         sampled = jax.jit(run)(jnp.tile(padded_V, (R, 1)), state, inputs)
         tokens = np.asarray(sampled.tokens_R)
@@ -287,8 +287,8 @@ def test_weights_and_pages_are_sharded(golden):
     )
     assert pages == whole_pages / 4
     size = max(sharded.compiled)
-    used = sharded.compiled[size].memory_analysis()
-    assert used.argument_size_in_bytes == pytest.approx(
+    memory = sharded.compiled[size].memory_analysis()
+    assert memory.argument_size_in_bytes == pytest.approx(
         held_bytes((sharded.weights, sharded.state)), rel=0.05
     )
 
@@ -372,7 +372,9 @@ def test_unsupported_mesh_sizes_are_rejected(name, options, message, golden):
 
 @pytest.mark.nightly
 def test_int8_scores_are_near_one_device(golden):
-    """Scores are near, not equal, since each device quantizes its own columns of the activations."""
+    """Scores are near, not equal, since each device quantizes its own columns of the
+    activations.
+    """
     folder = golden("llama").folder
     prompts = [{"prompt_token_ids": list(range(3, 40))}]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

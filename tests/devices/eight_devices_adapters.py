@@ -62,7 +62,9 @@ def random_adapter(config, rank: int = 4) -> dict[str, np.ndarray]:
 
 
 def compute_logits(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndarray:
-    """Logits of every row with the adapter in one of several slots, on one device or over a mesh."""
+    """Logits of every row with the adapter in one of several slots, on one device or over a
+    mesh.
+    """
     weights = add_adapter_stacks(
         loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules
     )
@@ -71,8 +73,8 @@ def compute_logits(folder, config, adapter, tokens, mesh=None, modules=()) -> np
         matrices = (
             adapter_weights.matrices if mesh is None else shard_adapter(adapter_weights, mesh)
         )
-        places = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
-        stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), places)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
+        stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), shardings)
         weights = with_stacks(weights, stacks)
 
     def run(weights, tokens):
@@ -80,11 +82,11 @@ def compute_logits(folder, config, adapter, tokens, mesh=None, modules=()) -> np
         return uncached.forward(weights, tokens, local_config(config, mesh), device_axes(mesh))
 
     if mesh is not None:
-        places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(places, P()),
+            in_specs=(shardings, P()),
             out_specs=P(None, None, "tensor"),
             check_vma=False,
         )
@@ -187,8 +189,8 @@ def folders(tmp_path_factory):
     """Models with tied and untied output heads, and adapters for all of their matrices."""
     root = tmp_path_factory.mktemp("adapters")
     tensors = tiny.write(root / "own", CONFIG, tiny.even(tiny.shapes(CONFIG)))
-    tied = CONFIG | {"tie_word_embeddings": True}
-    tiny.write(root / "tied", tied, tiny.even(tiny.shapes(tied)))
+    tied_config = CONFIG | {"tie_word_embeddings": True}
+    tiny.write(root / "tied", tied_config, tiny.even(tiny.shapes(tied_config)))
     for number in range(NUM_ADAPTERS):
         rank = 1 + number % 8
         peft.write(

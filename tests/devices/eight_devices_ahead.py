@@ -45,14 +45,12 @@ DEEPSEEK = ahead.MODELS["deepseek-v3"] | {
     "n_group": 4,
     "topk_group": 2,
 }
-FLOAT32_DEEPSEEK = DEEPSEEK | {
-    "torch_dtype": "float32"
-}  # XLA exchanges bfloat16 as float32 on a CPU
+DEEPSEEK_F32 = DEEPSEEK | {"torch_dtype": "float32"}  # XLA exchanges bfloat16 as float32 on a CPU
 CASES = [
     (LLAMA | {"tie_word_embeddings": True}, {"tensor": 2, "pipe": 4}, None),
-    (FLOAT32_DEEPSEEK, {"data": 2, "expert": 2, "tensor": 2}, None), (LLAMA, {"tensor": 4, "pipe": 2}, "int8"),
+    (DEEPSEEK_F32, {"data": 2, "expert": 2, "tensor": 2}, None), (LLAMA, {"tensor": 4, "pipe": 2}, "int8"),
     (LLAMA, {"tensor": 8}, None),
-    (DEEPSEEK, {"tensor": 2, "expert": 4}, None), (FLOAT32_DEEPSEEK, {"data": 4, "tensor": 2}, None),
+    (DEEPSEEK, {"tensor": 2, "expert": 4}, None), (DEEPSEEK_F32, {"data": 4, "tensor": 2}, None),
 ]  # fmt: skip
 
 

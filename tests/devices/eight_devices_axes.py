@@ -161,8 +161,8 @@ def test_collective_bytes_match_the_formula(name, sizes, golden):
     state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
     builder = BatchBuilder(shape.with_cache(len(config.windows), 16, 64, mesh.shape["data"]))
     for size, layout in builder.layouts.items():
-        (lowered,) = pipeline.lower(weights, state, layout)
-        collective_bytes, sampling_bytes = collectives_by_kind(lowered.compile().as_text())
+        (lowered_step,) = pipeline.lower(weights, state, layout)
+        collective_bytes, sampling_bytes = collectives_by_kind(lowered_step.compile().as_text())
         is_prefill = size.rows > size.seqs
         expected_bytes = Counter()
         for transfer in traffic(config, sizes, size.rows, is_prefill):
@@ -274,7 +274,7 @@ def test_sharded_weights_need_memory_of_two_layers(golden):
         (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)
         memory.append(lowered.compile().memory_analysis())
     layer = nbytes(abstract(config).layers[0])
-    replicated_bytes, sharded_bytes = (used.argument_size_in_bytes for used in memory)
+    replicated_bytes, sharded_bytes = (analysis.argument_size_in_bytes for analysis in memory)
     assert replicated_bytes - sharded_bytes == pytest.approx(12 * layer * 3 / 4, rel=0.01)
     assert memory[1].temp_size_in_bytes - memory[0].temp_size_in_bytes < 3 * layer
 
@@ -408,10 +408,11 @@ def test_pipeline_stages_are_kept_busy(golden):
     llm.generate(
         prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False
     )
-    steady = launches[12:-12]
-    assert len(steady) > 40
+    steady_launches = launches[12:-12]
+    assert len(steady_launches) > 40
     assert all(
-        len(sequences) == 2 and in_flight_sizes == [2, 2] for sequences, in_flight_sizes in steady
+        len(sequences) == 2 and in_flight_sizes == [2, 2]
+        for sequences, in_flight_sizes in steady_launches
     )
 
 

@@ -221,9 +221,9 @@ def test_drafter_logits_fit_target_vocabulary_shards(vocab_size, target_vocab_si
     logits_BV = np.random.default_rng(vocab_size).normal(size=(B, vocab_size)).astype(np.float32)
     padded_BV = np.pad(logits_BV, ((0, 0), (0, -vocab_size % 4)), constant_values=-np.inf)
     run = partial(fitted, V=-(-target_vocab_size // 4), axis=axis)
-    places = P(None, "tensor")
+    spec = P(None, "tensor")
     fitted_BV = np.asarray(
-        jax.jit(jax.shard_map(run, mesh=mesh, in_specs=places, out_specs=places))(padded_BV)
+        jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(padded_BV)
     )
     num_common = min(vocab_size, fitted_BV.shape[1])
     assert fitted_BV.shape[1] == target_vocab_size + -target_vocab_size % 4
@@ -264,13 +264,13 @@ def test_sharded_draft_heads_propose_the_same_tokens(mesh, tmp_path):
     proposals = []
     for devices in ({}, mesh):
         llm = LLM(**SIZES, **parallel_sizes(devices), max_model_len=256, speculative_config=config)
-        recorded = Recorded.of(llm.engine)
+        recorded_drafts = Recorded.of(llm.engine)
         llm.generate(prompts, params, use_tqdm=False)
-        proposals.append(recorded.proposed)
+        proposals.append(recorded_drafts.proposed)
         llm.close()
     assert len(proposals[0]) > 20 and proposals[0].keys() == proposals[1].keys()
-    equal = sum(proposals[1][text] == proposed for text, proposed in proposals[0].items())
-    assert equal >= 0.95 * len(proposals[0])  # sums over devices differ in their last bits
+    num_equal = sum(proposals[1][text] == proposed for text, proposed in proposals[0].items())
+    assert num_equal >= 0.95 * len(proposals[0])  # sums over devices differ in their last bits
 
 
 REFUSED = [

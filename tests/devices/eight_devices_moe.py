@@ -110,14 +110,14 @@ def mix_on_mesh(sizes: dict[str, int], x, live, weights: MoeWeights):
     )
     all_axes = axes.experts.name
 
-    def resolve_spec(place: P) -> P:
-        return P(*[all_axes if name == "all" else name for name in place])
+    def resolve_spec(spec: P) -> P:
+        return P(*[all_axes if name == "all" else name for name in spec])
 
-    places = jax.tree.map(resolve_spec, SPECS, is_leaf=lambda leaf: isinstance(leaf, P))
+    specs = jax.tree.map(resolve_spec, SPECS, is_leaf=lambda leaf: isinstance(leaf, P))
     run = jax.shard_map(
         lambda weights, x, live: decoder.mix(MOE, weights, x, x, live, axes)[0],
         mesh=make_mesh(**sizes),
-        in_specs=(places, P(rows.name), P(rows.name)),
+        in_specs=(specs, P(rows.name), P(rows.name)),
         out_specs=P(rows.name),
         check_vma=False,
     )
@@ -129,7 +129,9 @@ def mix_on_mesh(sizes: dict[str, int], x, live, weights: MoeWeights):
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize(("dtype", "skew"), [(jnp.float32, 0.0), (jnp.bfloat16, 9.0)])
 def test_expert_parallel_mix_equals_one_device(name, dtype, skew):
-    """Bit-identical to one device unless columns are split, however many rounds the dispatch takes."""
+    """Bit-identical to one device unless columns are split, however many rounds the dispatch
+    takes.
+    """
     weights, x = random_inputs(skew)
     weights = cast_weights(weights, dtype)
     x = jnp.asarray(x, dtype)
@@ -224,7 +226,7 @@ def make_llm(folder, **options) -> LLM:
 
 REDUNDANCY_OPTIONS = {
     "qwen3-moe": {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_redundancy": 4},
-    # MXFP4, and 6 experts on 4 devices, which are two replicas
+    # MXFP4; 6 experts on 4 devices, which are two replicas
     "gpt-oss": {"expert_parallel_size": 2, "data_parallel_size": 2, "expert_redundancy": 2},
     "deepseek-v3": {"expert_parallel_size": 8, "expert_redundancy": 8},
 }
@@ -290,9 +292,9 @@ def test_golden_logits_with_redundant_experts(golden):
     weights = expert_copies.with_first_placement(
         loader.load(golden_case.folder, config, Placement(mesh)), config, mesh
     )
-    places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     run = partial(uncached.forward, config=config, axes=device_axes(mesh))
-    run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(), check_vma=False)
+    run = jax.shard_map(run, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
     logits = np.asarray(jax.jit(run)(weights, jnp.array([tokens])))[0]
     rows = np.array([position for position in POSITIONS if position < len(tokens)])
     np.testing.assert_allclose(logits[rows], golden_case.logits, rtol=0, atol=TOLERANCE)

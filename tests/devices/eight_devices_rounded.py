@@ -177,14 +177,14 @@ def test_quantized_expert_mix(name, sizes):
         return decoder.mix(moe, weights, x_TD, x_TD, jnp.arange(40) % 7 != 2, axes)[0]
 
     expected = np.asarray(jax.jit(mixed)(weights, x_TD), np.float32)
-    places = jax.tree.map(lambda spec: sharding(spec, mesh), specs)
+    shardings = jax.tree.map(lambda spec: sharding(spec, mesh), specs)
     sharded_weights = jax.tree.map(
-        lambda spec, array, place: local_shards.shard(array, spec, mesh, place),
+        lambda spec, array, sharding_: local_shards.shard(array, spec, mesh, sharding_),
         specs,
         weights,
-        places,
+        shardings,
     )
-    in_specs = (jax.tree.map(lambda place: place.spec, places), P())
+    in_specs = (jax.tree.map(lambda sharding_: sharding_.spec, shardings), P())
     run = jax.shard_map(
         partial(mixed, axes=device_axes(mesh)),
         mesh=mesh,
@@ -224,7 +224,9 @@ def test_int8_scores_are_near_one_device(golden):
 ])  # fmt: skip
 @pytest.mark.parametrize("quantization", ["int8"])
 def test_quantized_experts_move_with_their_scales(name, options, quantization, golden):
-    """Tokens and scores are bit-identical before and after experts move, and all copies are equal."""
+    """Tokens and scores are bit-identical before and after experts move, and all copies are
+    equal.
+    """
     golden_case = golden(name)
     llm = make_llm(golden_case, quantization, **options)
     params = SamplingParams(temperature=0.7, seed=4, max_tokens=12, logprobs=0, ignore_eos=True)

@@ -1,4 +1,6 @@
-"""One process of an engine, run by test_hosts.py. Process 0, or a single process, answers requests."""
+"""One process of an engine, run by test_hosts.py. Process 0, or a single process, answers
+requests.
+"""
 
 import json
 import sys

@@ -158,7 +158,8 @@ def test_flashinfer_attention_on_other_gpus(target):
     assert report["temporaries"] <= 35e6 and report["moved"] <= 1.13 * report["needed"]
 
 
-TRITON_BOUNDS = {  # (GPU, step): launches per layer, sorts per layer, bytes moved relative to those that must be read
+# (GPU, step): launches per layer, sorts per layer, bytes moved relative to those that must be read
+TRITON_BOUNDS = {
     ("a100", "gpt-oss-20b, mxfp4, batch 64"): (37, 1, 1.15),
     ("a100", "qwen3-30b-a3b, bf16, batch 64"): (39, 1, 1.07),
     ("a100", "llama-3-8b, int4, batch 64"): (12, 0, 1.11),

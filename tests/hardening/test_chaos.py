@@ -85,21 +85,23 @@ class ChaosClient:
                 f"POST /v1/completions HTTP/1.1\r\nHost: {self.address[0]}\r\nContent-Type: "
                 "application/json\r\n"
             )
-            sent = f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-            fate = rng.random()
-            if fate < 0.05:  # sends only a part
-                writer.write(sent[: rng.randrange(len(sent))])
+            request_data = (
+                f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+            )
+            action = rng.random()
+            if action < 0.05:  # sends only a part
+                writer.write(request_data[: rng.randrange(len(request_data))])
                 self.outcomes["half sent"] += 1
                 return
-            writer.write(sent)
-            if fate < 0.4:  # disconnects before or during the answer
+            writer.write(request_data)
+            if action < 0.4:  # disconnects before or during the answer
                 if rng.random() < 0.7:
                     await reader.read(rng.choice((1, 100, 2000)))
                 await asyncio.sleep(rng.choice((0, 0.01, 0.1)))
                 self.outcomes["killed"] += 1
                 return
-            if fate < 0.5:
-                await asyncio.sleep(rng.random())  # slow
+            if action < 0.5:
+                await asyncio.sleep(rng.random())  # a slow reader
             answer = await reader.read()
             self.check(body, answer)
         finally:
@@ -220,11 +222,13 @@ def test_shutdown_under_load(server):
             f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: "
             "application/json\r\n"
         )
-        sent = f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        request_data = (
+            f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
 
         async def complete() -> bytes:
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(sent)
+            writer.write(request_data)
             answer = await reader.read()
             writer.close()
             return answer

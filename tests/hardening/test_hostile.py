@@ -198,16 +198,16 @@ def boundary_values(schema: dict[str, Any]) -> tuple[list[float], list[float]]:
 def test_boundary_numbers_in_every_field(server, client, path):
     rejection_seconds = []
     properties = body_schema(path)["properties"]
-    required = SCHEMAS[path][1]
+    required_fields = SCHEMAS[path][1]
     for field, schema in properties.items():
         inside, outside = boundary_values(schema)
         values = [json.dumps(value) for value in (*inside, *outside, *EDGE_VALUES, None)] + list(
             INVALID_JSON_NUMBERS
         )
         for value in dict.fromkeys(values):
-            began = time.monotonic()
+            start = time.monotonic()
             status, _, raw = client.ask("POST", path, with_field(path, field, value))
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - start
             unknown = 403 if path == "/api/pull" else 404
             assert status in (200, 400) or (field in NOT_FOUND_FIELDS and status == unknown), (
                 field,
@@ -220,7 +220,7 @@ def test_boundary_numbers_in_every_field(server, client, path):
             if value in INVALID_JSON_NUMBERS:
                 check_rejection(status, raw, path, "body")
             elif value == "null":
-                is_required = field in required or (
+                is_required = field in required_fields or (
                     field in BODIES[path] and path in PATHS_WITH_ALTERNATIVE_FIELDS
                 )
                 assert status == (400 if is_required else GOOD[path]), (field, raw)
@@ -267,31 +267,36 @@ def test_boundary_numbers_in_nested_fields(client, path, field, text):
 
 @pytest.mark.parametrize("depth", [50, 200, 900, 950, 980, 985, 990, 995, 1000, 5000, 100_000])
 def test_deeply_nested_json_is_rejected(client, depth):
-    """In every field, from depths that the interpreter's recursion limit allows to far beyond it."""
-    deep = '{"a":' * depth + "1" + "}" * depth
-    function = f'{{"name": "f", "parameters": {deep}}}'
-    json_schema = f'{{"name": "x", "schema": {deep}}}'
+    """In every field, from depths that the interpreter's recursion limit allows to far beyond
+    it.
+    """
+    nested_json = '{"a":' * depth + "1" + "}" * depth
+    function = f'{{"name": "f", "parameters": {nested_json}}}'
+    json_schema = f'{{"name": "x", "schema": {nested_json}}}'
     fields = {
         "/v1/chat/completions": [
             ("tools", f'[{{"type": "function", "function": {function}}}]'),
-            ("chat_template_kwargs", deep),
-            ("structured_outputs", f'{{"json": {deep}}}'),
-            ("metadata", deep),
-            ("messages", deep),
+            ("chat_template_kwargs", nested_json),
+            ("structured_outputs", f'{{"json": {nested_json}}}'),
+            ("metadata", nested_json),
+            ("messages", nested_json),
             ("response_format", f'{{"type": "json_schema", "json_schema": {json_schema}}}'),
             ("temperature", "[" * depth + "]" * depth),
-            ("logit_bias", deep),
-            ("no_field", deep),
+            ("logit_bias", nested_json),
+            ("no_field", nested_json),
         ],
         "/v1/responses": [
-            ("tools", f'[{{"type": "function", "name": "f", "parameters": {deep}}}]'),
-            ("metadata", deep),
-            ("text", f'{{"format": {{"type": "json_schema", "name": "x", "schema": {deep}}}}}'),
-            ("input", deep),
+            ("tools", f'[{{"type": "function", "name": "f", "parameters": {nested_json}}}]'),
+            ("metadata", nested_json),
+            (
+                "text",
+                f'{{"format": {{"type": "json_schema", "name": "x", "schema": {nested_json}}}}}',
+            ),
+            ("input", nested_json),
         ],
         "/v1/messages": [
-            ("tools", f'[{{"name": "f", "input_schema": {deep}}}]'),
-            ("metadata", deep),
+            ("tools", f'[{{"name": "f", "input_schema": {nested_json}}}]'),
+            ("metadata", nested_json),
         ],
         "/v1/completions": [("prompt", "[" * depth + "]" * depth)],
     }
@@ -325,9 +330,9 @@ def test_oversized_fields_are_rejected_quickly(server, client):
         ("/v1/chat/completions", "messages", json.dumps(TURN * 4097), 2),
         ("/v1/chat/completions", "chat_template", json.dumps("t" * (1 << 20)), 2),
     ]:
-        began = time.monotonic()
+        start = time.monotonic()
         status, _, raw = client.ask("POST", path, with_field(path, field, value))
-        elapsed = time.monotonic() - began
+        elapsed = time.monotonic() - start
         assert status in (400, 404) and len(raw) < 2000, (field[:20], status, len(raw))
         assert elapsed < seconds, (field[:20], elapsed)
     status, headers, _ = client.ask("POST", "/v1/completions", b" " * ((16 << 20) + 1))
@@ -340,13 +345,13 @@ BODY_TEXT = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/embeddings
 def test_huge_prompt_does_not_stall_other_streams(server, client):
     """Other streams continue while a huge prompt is read."""
     with Client(server.url) as other_client:
-        huge = json.dumps("A" * (8 << 20))
-        large = json.dumps("A" * (1 << 20))
+        huge_text = json.dumps("A" * (8 << 20))
+        large_text = json.dumps("A" * (1 << 20))
         truncation = b', "truncate_prompt_tokens": 5}'
         requests = [
             (path, with_field(path, BODY_TEXT[path], text))
             for path in BODY_TEXT
-            for text in (huge, large)
+            for text in (huge_text, large_text)
         ]
         # with truncation, the whole text is tokenized
         requests += [
@@ -503,9 +508,9 @@ HOSTILE_MODEL_NAMES = (
 
 
 def test_model_names_are_not_opened_as_paths(client, monkeypatch):
-    opened = []
-    monkeypatch.setattr("builtins.open", lambda *a, **k: opened.append(a))
-    monkeypatch.setattr(Path, "open", lambda *a, **k: opened.append(a))
+    opened_files = []
+    monkeypatch.setattr("builtins.open", lambda *a, **k: opened_files.append(a))
+    monkeypatch.setattr(Path, "open", lambda *a, **k: opened_files.append(a))
     for name in HOSTILE_MODEL_NAMES:
         for path in [path for path, (fields, _) in SCHEMAS.items() if "model" in fields]:
             status, _, raw = client.ask("POST", path, BODIES[path] | {"model": name})
@@ -513,15 +518,15 @@ def test_model_names_are_not_opened_as_paths(client, monkeypatch):
             ollama_statuses = {"/api/pull": 403} if name else dict.fromkeys(OLLAMA, 400)
             assert status == ollama_statuses.get(path, 404) and b"error" in raw, (path, name, raw)
         quoted = "".join(f"%{byte:02x}" for byte in name.encode())
-        for place in (
+        for path_name in (
             quoted,
             name if name.isascii() and name.isprintable() and " " not in name else quoted,
         ):
-            status, _, raw = client.ask("GET", f"/v1/models/{place}")
+            status, _, raw = client.ask("GET", f"/v1/models/{path_name}")
             assert status == 404 or (status == 307 and not name), (name, status, raw)
     for admin in ("/sleep", "/reset_prefix_cache", "/pause"):
         assert client.ask("POST", f"{admin}?model=../../etc/passwd", b"", {})[0] == 404
-    assert not opened
+    assert not opened_files
 
 
 # Authentication
@@ -531,15 +536,15 @@ KEYS = ("first-key", "second-key", "third-key")
 
 
 @pytest.fixture(scope="module")
-def keyed():
+def server_with_keys():
     engine, _ = scripted(scripted_answer)
     with served(model_of(engine), formats=FORMATS, admin=True, api_keys=KEYS) as state:
         state.engine = engine
         yield state
 
 
-def test_only_health_and_page_are_served_without_api_key(keyed):
-    routes = make_app(keyed.service).app.routes
+def test_only_health_and_page_are_served_without_api_key(server_with_keys):
+    routes = make_app(server_with_keys.service).app.routes
     assert {"/v1/completions", "/metrics", "/sleep", "/live", "/page/{name}"} <= {
         route.path for route in routes
     }
@@ -548,7 +553,7 @@ def test_only_health_and_page_are_served_without_api_key(keyed):
         route.path.replace("{name:path}", "quill").replace("{name}", "index.html")
         for route in routes
     ]
-    disguised = [
+    disguised_paths = [
         "//metrics",
         "/metrics/",
         "/./metrics",
@@ -569,22 +574,22 @@ def test_only_health_and_page_are_served_without_api_key(keyed):
         "/nothing",
     ]
     secrets = (b"vllm:", b'"quill"', b"choices", b'"tokens"', b'"openapi"', b'"version"')
-    answered = set()
-    with Client(keyed.url) as client:
-        for path in (*paths, *disguised):
+    answered_paths = set()
+    with Client(server_with_keys.url) as client:
+        for path in (*paths, *disguised_paths):
             for method in ("GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW"):
                 status, headers, raw = client.ask(method, path, b"{}" if method == "POST" else None)
                 if status < 300:
-                    answered.add(path)
+                    answered_paths.add(path)
                     assert method in ("GET", "HEAD")
                     continue
                 is_public = path in public_paths or path.startswith("/page/") or method == "OPTIONS"
                 assert status in ((401, 404, 405) if is_public else (401,)), (method, path, status)
                 assert not any(secret in raw for secret in secrets), (method, path, raw)
                 assert (status == 401) == (headers["WWW-Authenticate"] == "Bearer")
-    assert answered == public_paths
+    assert answered_paths == public_paths
     with_key = {"Authorization": "Bearer second-key"}
-    with Client(keyed.url, with_key) as client:
+    with Client(server_with_keys.url, with_key) as client:
         requests = [
             (m, route.path)
             for route in routes
@@ -618,7 +623,7 @@ def test_only_health_and_page_are_served_without_api_key(keyed):
                 assert client.ask(method, path, body)[0] == expected, path
 
 
-def test_wrong_api_keys_are_rejected_in_constant_time(keyed, monkeypatch):
+def test_wrong_api_keys_are_rejected_in_constant_time(server_with_keys, monkeypatch):
     calls = []
     compare = guard.hmac.compare_digest
     monkeypatch.setattr(
@@ -643,13 +648,13 @@ def test_wrong_api_keys_are_rejected_in_constant_time(keyed, monkeypatch):
         "Bearer *",
         "Token first-key",
     ]
-    rounds = []
-    with Client(keyed.url) as client:
+    num_comparisons = []
+    with Client(server_with_keys.url) as client:
         for value in wrong_headers:
             calls.clear()
             status, _, raw = client.ask("GET", "/v1/models", None, {"Authorization": value})
             assert status == 401 and b"first" not in raw, value
-            rounds.append(len(calls))
+            num_comparisons.append(len(calls))
         for headers in (
             {"x-api-key": "first"},
             {"x-api-key": ""},
@@ -666,13 +671,13 @@ def test_wrong_api_keys_are_rejected_in_constant_time(keyed, monkeypatch):
             ):
                 calls.clear()
                 assert client.ask("GET", "/v1/models", None, headers)[0] == 200
-                rounds.append(len(calls))
-    assert set(rounds) == {len(KEYS)}  # every request is compared with every key
+                num_comparisons.append(len(calls))
+    assert set(num_comparisons) == {len(KEYS)}  # every request is compared with every key
     # digests, so that timing does not reveal a key's length
     assert all(len(known_digest) == len(given_digest) == 32 for known_digest, given_digest in calls)
 
 
-def test_open_metrics_need_no_api_key(keyed):
+def test_open_metrics_need_no_api_key(server_with_keys):
     engine, _ = scripted(scripted_answer)
     with (
         served(model_of(engine), api_keys=KEYS, open_metrics=True) as state,
@@ -946,7 +951,7 @@ def test_metric_label_cardinality_is_bounded(server, client):
     assert not re.search(r"odd|PROPFIND|XXXX|model-\d|field_", text)
 
 
-# Between tenants
+# Isolation of tenants
 # -------------------------------------------------------------------------------------------------
 
 STORY = "Once upon a time there was a girl who had a red ball and a dog. " * 8
@@ -962,8 +967,8 @@ def num_cached_tokens(client: Client, path: str = "/v1/completions", **fields: A
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_prefix_cache_is_private_to_each_api_key(keyed, path):
-    clients = [Client(keyed.url, {"Authorization": f"Bearer {key}"}) for key in KEYS]
+def test_prefix_cache_is_private_to_each_api_key(server_with_keys, path):
+    clients = [Client(server_with_keys.url, {"Authorization": f"Bearer {key}"}) for key in KEYS]
     first_client, second_client, third_client = clients
     with first_client, second_client, third_client:
         first_client.post("/reset_prefix_cache", {})
@@ -994,10 +999,12 @@ def test_prefix_cache_is_private_to_each_api_key(keyed, path):
             num_cached_tokens(first_client, path, cache_salt="b") == 0
             and num_cached_tokens(first_client, path) > 0
         )
-        with Client(keyed.url, {"x-api-key": KEYS[0]}) as client_with_same_key:
+        with Client(server_with_keys.url, {"x-api-key": KEYS[0]}) as client_with_same_key:
             assert num_cached_tokens(client_with_same_key, path) > 0
-    settled(keyed.engine)
-    assert not any(key in str(salt) for key in KEYS for salt in keyed.engine.tables[0].tree.roots)
+    settled(server_with_keys.engine)
+    assert not any(
+        key in str(salt) for key in KEYS for salt in server_with_keys.engine.tables[0].tree.roots
+    )
 
 
 def cache_salt_for_key(key: str) -> str:
@@ -1069,15 +1076,15 @@ def test_hostile_chat_templates_are_rejected_without_stalling_streams(server, cl
     longest = 0.0
     try:
         for template in HOSTILE_TEMPLATES:
-            began = time.monotonic()
+            start = time.monotonic()
             status, body = client.post(
                 "/v1/chat/completions", {"messages": TURN, "chat_template": template}
             )
-            longest = max(longest, time.monotonic() - began)
+            longest = max(longest, time.monotonic() - start)
             assert status == 400 and body["error"]["param"] == "messages", (template[:50], body)
             assert len(body["error"]["message"]) < 1000
             # one second of CPU time, with a margin
-            assert time.monotonic() - began < 5 * load_factor(), template[:80]
+            assert time.monotonic() - start < 5 * load_factor(), template[:80]
         assert any(thread.is_alive() for thread in threads), (
             "the streams ended before the templates"
         )
@@ -1136,13 +1143,13 @@ def test_small_expensive_requests_take_bounded_time(server, client):
     parse.
     """
     for fields in EXPENSIVE_REQUESTS:
-        began = time.monotonic()
+        start = time.monotonic()
         status, body = client.post(
             "/v1/chat/completions", {"messages": TURN, "max_tokens": 2, **fields}
         )
         # the scripted model does not follow the schema
         assert status in (200, 400) or "failed on this request" in str(body)
-        assert time.monotonic() - began < 20 * load_factor(), str(fields)[:200]
+        assert time.monotonic() - start < 20 * load_factor(), str(fields)[:200]
 
 
 def load_factor() -> float:
@@ -1171,14 +1178,15 @@ def test_hostile_templates_and_schemas_do_not_block_other_requests(server, clien
         thread.start()
     time.sleep(0.2)
     canary_seconds = server.canary.sings()
-    began = time.monotonic()
+    start = time.monotonic()
     assert client.post("/v1/chat/completions", {"messages": TURN, "max_tokens": 2})[0] == 200
-    chat_seconds = time.monotonic() - began  # with the server's own chat template
+    chat_seconds = time.monotonic() - start  # with the server's own chat template
     num_running = sum(thread.is_alive() for thread in threads)
     for thread in threads:
         thread.join()
     print(
-        f"behind {num_running} hostile programs: the canary {canary_seconds:.2f} s, a chat {chat_seconds:.2f} s"
+        f"behind {num_running} hostile programs: the canary {canary_seconds:.2f} s, "
+        f"a chat {chat_seconds:.2f} s"
     )
     assert chat_seconds < 5 * load_factor()
     assert num_running >= 8 and set(replies) == {400}
@@ -1201,7 +1209,8 @@ LISTENING_CALLS = {
     "UnixStreamServer",
     "add_insecure_port",
 }
-# Processes of one engine connect; Ray's `bind` only binds arguments; benchmarks look for a free port.
+# Processes of one engine connect; Ray's `bind` only binds arguments; benchmarks look for a free
+# port.
 ALLOWED_LISTENING_CALLS = {
     "serving/http/server.py": "create_server",
     "serving/multihost/rendezvous.py": "create_server",
@@ -1237,10 +1246,10 @@ def test_only_the_server_source_opens_listening_sockets():
                     name == module_name or name.startswith(f"{module_name}.")
                     for module_name in LISTENING_MODULES
                 ), f"{relative_path} imports {name}"
-                allowed = relative_path == "serving/http/server.py" or name.startswith(
+                is_allowed = relative_path == "serving/http/server.py" or name.startswith(
                     "uvicorn.protocols."
                 )
-                assert name.split(".")[0] != "uvicorn" or allowed, relative_path
+                assert name.split(".")[0] != "uvicorn" or is_allowed, relative_path
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 assert (
@@ -1280,15 +1289,15 @@ def test_server_listens_on_one_port_only():
             ]
             listening = [
                 c
-                for process_ in family
-                for c in process_.net_connections("all")
+                for member in family
+                for c in member.net_connections("all")
                 if c.status == psutil.CONN_LISTEN
             ]
             assert [f"http://{c.laddr.ip}:{c.laddr.port}" for c in listening] == [url]
-            unix = [
-                c.laddr for process_ in family for c in process_.net_connections("unix") if c.laddr
+            unix_sockets = [
+                c.laddr for member in family for c in member.net_connections("unix") if c.laddr
             ]
-            assert not unix
+            assert not unix_sockets
             print(f"{len(family)} processes, 1 listening socket")
         finally:
             process.kill()

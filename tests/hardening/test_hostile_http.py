@@ -87,18 +87,19 @@ def check_server_is_unharmed(request):
         return
     process = request.getfixturevalue("process")
     server = psutil.Process(process.pid)
-    began = server.create_time()
+    creation_time = server.create_time()
     memory_before = memory(process.pid)
     files = server.num_fds()
     yield
     canary_seconds = process.canary.sings()
-    assert process.running.poll() is None and server.create_time() == began
+    assert process.running.poll() is None and server.create_time() == creation_time
     end = time.monotonic() + RECEIVE_SECONDS + MARGIN_SECONDS
     while server.num_fds() > files and time.monotonic() < end:
         time.sleep(0.02)
     growth_mib = (memory(process.pid) - memory_before) / MIB
     print(
-        f"    canary {canary_seconds:.3f} s, {growth_mib:+.1f} MiB, {server.num_fds() - files:+d} files"
+        f"    canary {canary_seconds:.3f} s, {growth_mib:+.1f} MiB, "
+        f"{server.num_fds() - files:+d} files"
     )
     assert server.num_fds() <= files
     assert growth_mib < (160 if "flood" in request.node.name else 48)
@@ -109,17 +110,17 @@ def read_until_closed(connection: socket.socket, seconds: float) -> tuple[bytes,
     time).
     """
     data = b""
-    began = time.monotonic()
-    while (remaining := began + seconds - time.monotonic()) > 0:
+    start = time.monotonic()
+    while (remaining := start + seconds - time.monotonic()) > 0:
         connection.settimeout(remaining)
         try:
             received = connection.recv(65536)
         except TimeoutError:
             break
         except ConnectionError:
-            return data, time.monotonic() - began
+            return data, time.monotonic() - start
         if not received:
-            return data, time.monotonic() - began
+            return data, time.monotonic() - start
         data += received
     return data, None
 
@@ -240,7 +241,7 @@ MALFORMED_REQUESTS: dict[str, bytes] = {
 @pytest.mark.slow
 def test_malformed_requests_are_rejected(process, name):
     """The response is a 4xx, a 501 or nothing, and the connection is closed in time."""
-    began = time.monotonic()
+    start = time.monotonic()
     with connect(process.url) as connection:
         try_send(connection, MALFORMED_REQUESTS[name])
         raw, closed = read_until_closed(connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS)
@@ -248,10 +249,10 @@ def test_malformed_requests_are_rejected(process, name):
     print(f"{name}: {status}, closed after {closed if closed is None else round(closed, 2)} s")
     assert (
         closed is not None
-        and time.monotonic() - began < RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
+        and time.monotonic() - start < RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
     )
     assert status is None or 400 <= status < 500 or status == 501, raw[:300]
-    assert count_responses(raw) <= 1, "one write, two answers"
+    assert count_responses(raw) <= 1, "one request, two responses"
     assert b"Traceback" not in raw
 
 
@@ -290,9 +291,9 @@ def send_slowly(first: bytes, drop: bytes, pause: float = 0.05) -> Callable[[soc
     """Send a little again and again; returns seconds until the server disconnects."""
 
     def run(connection: socket.socket) -> float:
-        began = time.monotonic()
+        start = time.monotonic()
         connection.sendall(first)
-        while time.monotonic() - began < 2 * RECEIVE_SECONDS + MARGIN_SECONDS:
+        while time.monotonic() - start < 2 * RECEIVE_SECONDS + MARGIN_SECONDS:
             if not try_send(connection, drop):
                 break
             connection.settimeout(pause)
@@ -302,7 +303,7 @@ def send_slowly(first: bytes, drop: bytes, pause: float = 0.05) -> Callable[[soc
                         break
                 except ConnectionError:
                     break
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     return run
 
@@ -311,7 +312,7 @@ def send_and_wait(first: bytes, half_close: bool = False) -> Callable[[socket.so
     """Send a prefix and wait; returns seconds until the server disconnects."""
 
     def run(connection: socket.socket) -> float:
-        began = time.monotonic()
+        start = time.monotonic()
         if first:
             connection.sendall(first)
         if half_close:
@@ -320,7 +321,7 @@ def send_and_wait(first: bytes, half_close: bool = False) -> Callable[[socket.so
             connection, 2 * RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
         )
         assert closed is not None, raw
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     return run
 
@@ -331,16 +332,16 @@ def send_flood(
     """Send as fast as the server reads; returns seconds until it disconnects."""
 
     def run(connection: socket.socket) -> float:
-        began = time.monotonic()
-        sent = 0
+        start = time.monotonic()
+        num_sent = 0
         connection.sendall(first)
-        while sent < max_bytes and try_send(connection, chunk):
-            sent += len(chunk)
-            assert time.monotonic() - began < 2 * RECEIVE_SECONDS + MARGIN_SECONDS, (
-                "it is read for ever"
+        while num_sent < max_bytes and try_send(connection, chunk):
+            num_sent += len(chunk)
+            assert time.monotonic() - start < 2 * RECEIVE_SECONDS + MARGIN_SECONDS, (
+                "the server reads endlessly"
             )
         read_until_closed(connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS)
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     return run
 
@@ -477,7 +478,9 @@ def test_incomplete_bodies_are_freed(process):
 
 @pytest.mark.slow
 def test_floods_do_not_block_other_clients(process):
-    """Ten connections send data that is expensive to parse; other requests are answered meanwhile."""
+    """Ten connections send data that is expensive to parse; other requests are answered
+    meanwhile.
+    """
     stop = threading.Event()
 
     def flood(first: bytes, chunk: bytes) -> None:
@@ -513,14 +516,14 @@ def test_floods_do_not_block_other_clients(process):
 
 def test_chunked_bodies_of_any_chunk_size(process):
     """A small body in chunks of any size, and a large body in larger chunks."""
-    large = json.dumps({"prompt": "hello", "max_tokens": 2, "user": "x" * 3_000_000}).encode()
+    large_body = json.dumps({"prompt": "hello", "max_tokens": 2, "user": "x" * 3_000_000}).encode()
     for body, size in (
         (BODY, 1),
         (BODY, 7),
         (BODY, 36),
-        (large, 1400),
-        (large, 16_384),
-        (large, 1_000_000),
+        (large_body, 1400),
+        (large_body, 16_384),
+        (large_body, 1_000_000),
     ):
         chunks = [body[at : at + size] for at in range(0, len(body), size)]
         with connect(process.url) as connection:
@@ -534,7 +537,7 @@ def test_chunked_bodies_of_any_chunk_size(process):
 
 
 def test_pipelined_requests_are_answered_in_order(process):
-    """Each is answered, in its order."""
+    """All requests are answered in order."""
     requests = [
         HEAD + b"X-Request-Id: a%d\r\nContent-Length: 36\r\n\r\n" % i + BODY for i in range(50)
     ]
@@ -548,9 +551,9 @@ def test_pipelined_requests_are_answered_in_order(process):
 
 def test_request_smuggling_is_rejected(process):
     """A request inside another's body, for parsers that disagree on the body's length."""
-    inner = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for outer in (
-        CHUNKED + b"Content-Length: %d\r\n\r\n0\r\n\r\n" % (5 + len(inner)),
+    inner_request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for outer_request in (
+        CHUNKED + b"Content-Length: %d\r\n\r\n0\r\n\r\n" % (5 + len(inner_request)),
         HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         HEAD + b"Content-Length: 0\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
         HEAD + b"Content-Length: 0\r\nTransfer-Encoding: identity\r\n\r\n",
@@ -560,12 +563,12 @@ def test_request_smuggling_is_rejected(process):
         HEAD + b"X: a\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     ):
         with connect(process.url) as connection:
-            try_send(connection, outer + inner)
+            try_send(connection, outer_request + inner_request)
             raw, closed = read_until_closed(
                 connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
             )
         assert closed is not None and b"vllm:" not in raw and count_responses(raw) <= 1, (
-            outer,
+            outer_request,
             raw[:300],
         )
 
@@ -575,7 +578,7 @@ def test_garbage_during_a_response_closes_the_connection(process):
     body = json.dumps(
         {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
     ).encode()
-    for rubbish in (
+    for garbage in (
         b"\0" * 100,
         b"GET /ping HTTP/1.1\r\n\r\n",
         bytes(range(256)) * 1000,
@@ -584,7 +587,7 @@ def test_garbage_during_a_response_closes_the_connection(process):
         with connect(process.url) as connection:
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-            try_send(connection, rubbish)
+            try_send(connection, garbage)
             raw, closed = read_until_closed(connection, 20)
             assert closed is not None
     chunked = CHUNKED + b"\r\n%x\r\n" % len(body) + body + b"\r\n"
@@ -602,7 +605,7 @@ def test_reset_connections_abort_their_requests(process):
     ).encode()
     for number in range(200):
         connection = connect(process.url)
-        # close() resets
+        # close() sends a reset
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         try_send(connection, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         if number % 3 == 0:
@@ -642,23 +645,23 @@ def http_request(body: dict[str, Any], headers: bytes = b"") -> bytes:
 
 def wait_for(condition: Callable[[], Any], seconds: float) -> float:
     """Wait for the condition; return the seconds it took."""
-    began = time.monotonic()
+    start = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < seconds, "it did not come to that"
+        assert time.monotonic() - start < seconds, "the condition was not met in time"
         time.sleep(0.01)
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def test_unread_stream_is_dropped(long_answer_server):
     """It is dropped after the write timeout, its pages are freed, and other streams continue."""
     memory_before = memory()
-    used = long_answer_server.engine.tables[0].used()
+    num_used_pages = long_answer_server.engine.tables[0].used()
     with (
         connect(long_answer_server.url, receive_buffer=1024) as connection,
         Client(long_answer_server.url) as client,
     ):
         connection.sendall(http_request(LONG_REQUEST | {"stream": True}))
-        wait_for(lambda: long_answer_server.engine.tables[0].used() > used, 60)
+        wait_for(lambda: long_answer_server.engine.tables[0].used() > num_used_pages, 60)
         events = client.events("/v1/completions", {"prompt": "long", "max_tokens": 300})
         assert (
             events[-1][1] == "[DONE]" and events[-2][1]["choices"][0]["finish_reason"] == "length"
@@ -672,9 +675,7 @@ def test_unread_stream_is_dropped(long_answer_server):
         _, closed = read_until_closed(connection, 120)
         assert closed is not None, "the connection is still open"
     long_answer_server.canary.sings()
-    print(
-        f"a stream that nobody reads: dropped {elapsed:.1f} s after the other's end, {growth_mib:+.0f} MiB"
-    )
+    print(f"an unread stream: dropped {elapsed:.1f} s after the other's end, {growth_mib:+.0f} MiB")
     assert growth_mib < 400
 
 
@@ -686,7 +687,7 @@ def test_unread_response_is_dropped(long_answer_server, count, close):
     port = int(long_answer_server.url.rpartition(":")[2])
 
     def num_connections() -> int:
-        """Of connections, the server's."""
+        """Connections that the server holds."""
         connections = [
             connection
             for connection in psutil.Process().net_connections("tcp")

@@ -198,9 +198,9 @@ def test_prompt_larger_than_the_cache_is_rejected():
         with Client(state.url) as client:
             for tokens in ([5] * 1008, [5] * 1000, [5] * (pages * 16)):
                 for fields in ({"max_tokens": 1}, {"max_tokens": 900}, {"n": 4}, {"stream": True}):
-                    began = time.monotonic()
+                    start = time.monotonic()
                     status, body = client.post("/v1/completions", {"prompt": tokens, **fields})
-                    rejection_seconds.append(time.monotonic() - began)
+                    rejection_seconds.append(time.monotonic() - start)
                     assert status == 400 and body["error"]["param"] in ("prompt", "max_tokens"), (
                         body
                     )
@@ -212,11 +212,12 @@ def test_prompt_larger_than_the_cache_is_rejected():
             assert scripted_answer("long").startswith(text_of(running.value))
         canary.sings()
         settled(engine)
+    mean_seconds = sum(rejection_seconds) / len(rejection_seconds)
     print(
-        f"{pages} pages, a prompt of 63: 400 in {sum(rejection_seconds) / len(rejection_seconds) * 1e3:.1f} ms, "
+        f"{pages} pages, a prompt of 63: 400 in {mean_seconds * 1e3:.1f} ms, "
         f"{max(rejection_seconds) * 1e3:.0f} at most"
     )
-    assert sum(rejection_seconds) / len(rejection_seconds) < 0.5
+    assert mean_seconds < 0.5
 
 
 # Steps that raise
@@ -227,16 +228,16 @@ def fail_at_call(engine: Any, name: str, step: int) -> SimpleNamespace:
     """Let the `step`-th call of a runner method raise; the result counts calls and has the time of
     the failure.
     """
-    working = getattr(engine.runner, name)
+    original = getattr(engine.runner, name)
     state = SimpleNamespace(calls=0, at=0.0)
 
     def call(*arguments: Any) -> Any:
         state.calls += 1
         if state.calls == step:
             state.at = time.monotonic()
-            setattr(engine.runner, name, working)
+            setattr(engine.runner, name, original)
             raise RuntimeError("the device is not well")
-        return working(*arguments)
+        return original(*arguments)
 
     setattr(engine.runner, name, call)
     return state
@@ -261,8 +262,8 @@ def test_failed_step_ends_stream_with_error(server, name):
         longest_error_delay = max(longest_error_delay, events[-1][0] - state.at)
         longest_canary = max(longest_canary, server.canary.sings(10))
     print(
-        f"{name} raised at steps 1 to 200: error event {longest_error_delay * 1e3:.0f} ms later at most, canary "
-        f"{longest_canary:.2f} s at most"
+        f"{name} raised at steps 1 to 200: error event {longest_error_delay * 1e3:.0f} ms later "
+        f"at most, canary {longest_canary:.2f} s at most"
     )
     assert longest_error_delay < 1
     settled(server.engine)
@@ -288,7 +289,9 @@ def test_failed_step_of_real_model_ends_stream_with_error(bundled, name, step):
 
 
 def test_engine_failure_ends_all_requests(server, monkeypatch):
-    """A failure outside of steps ends the engine: all requests get errors, and /health answers 503."""
+    """A failure outside of steps ends the engine: all requests get errors, and /health answers
+    503.
+    """
     server.script.step_seconds = 0.01
     streams = [
         run_in_thread(stream, server.url, {"prompt": "long", "max_tokens": 250}) for _ in range(4)
@@ -297,11 +300,11 @@ def test_engine_failure_ends_all_requests(server, monkeypatch):
         post, server.url, "/v1/completions", {"prompt": "long", "max_tokens": 250}
     )
     until(lambda: len(server.engine.scheduler.running) == 5)
-    began = time.monotonic()
+    start = time.monotonic()
     monkeypatch.setattr(server.engine.scheduler, "schedule", lambda: 1 / 0)
     for running in (*streams, complete_request):
         running.thread.join()
-    elapsed = time.monotonic() - began
+    elapsed = time.monotonic() - start
     for running in streams:
         (_, last), (_, done_event) = running.value[-2:]
         assert done_event == "[DONE]" and last["error"]["type"] == "overloaded_error", last
@@ -380,12 +383,12 @@ def test_hanging_step_fails_requests_and_recovers(server):
     )
     until(lambda: len(server.engine.scheduler.running) == 5)
     server.script.hold.clear()
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         assert health(server.url) == 200
         for running in (*streams, complete_request):
             running.thread.join()
-        stall_seconds = time.monotonic() - began
+        stall_seconds = time.monotonic() - start
         for running in streams:
             (_, last), (_, done_event) = running.value[-2:]
             assert (
@@ -411,9 +414,10 @@ def test_hanging_step_fails_requests_and_recovers(server):
     recovery_seconds = time.monotonic() - resumed_at
     server.canary.sings()
     settled(server.engine)
-    assert server.script.steps - steps < 100, "what nobody waits for is written to its end"
+    assert server.script.steps - steps < 100, "aborted requests are decoded to their end"
     print(
-        f"a step that hangs: events after {stall_seconds:.2f} s, well {recovery_seconds:.3f} s after it returned"
+        f"a hanging step: events after {stall_seconds:.2f} s, "
+        f"recovery {recovery_seconds:.3f} s after it returned"
     )
 
 
@@ -450,11 +454,11 @@ def test_slow_steps_do_not_count_as_hanging(server):
 
 def produce_nan(server) -> None:
     """Mark the next sampled row as not a number."""
-    working = server.engine.runner.collect
+    original = server.engine.runner.collect
 
     def collect(step: Any) -> Any:
-        server.engine.runner.collect = working
-        result = working(step)
+        server.engine.runner.collect = original
+        result = original(step)
         return result._replace(
             outputs=[output._replace(failure=BROKEN) for output in result.outputs]
         )

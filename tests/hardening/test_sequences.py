@@ -119,7 +119,7 @@ class SharedEngine:
 
     def server(self, folder: str | None) -> tuple[Service, Any]:
         """A server with low limits, so that sequences reach them."""
-        chosen = ServerSettings(
+        server_settings = ServerSettings(
             state_dir=folder,
             formats=FORMATS,
             api_keys=KEYS,
@@ -129,7 +129,7 @@ class SharedEngine:
             max_file_bytes=6_000,
             max_batches=3,
         )
-        service = Service(self.models, chosen)
+        service = Service(self.models, server_settings)
         app = make_app(service)
         self.runner.run(service.load_first())
         return service, app
@@ -198,13 +198,13 @@ class StoredObjectsMachine(RuleBasedStateMachine):
         except ValueError:
             return status, answer_data
 
-    def keep(self, key: str, kind: str, scripted_answer: tuple[int, Any]) -> None:
+    def keep(self, key: str, kind: str, answer: tuple[int, Any]) -> None:
         if (
-            scripted_answer[0] == 200
-            and isinstance(scripted_answer[1], dict)
-            and isinstance(scripted_answer[1].get("id"), str)
+            answer[0] == 200
+            and isinstance(answer[1], dict)
+            and isinstance(answer[1].get("id"), str)
         ):
-            self.ids[key, kind].append(scripted_answer[1]["id"])
+            self.ids[key, kind].append(answer[1]["id"])
 
     def some_id(self, data: st.DataObject, key: str, expected_kind: str) -> tuple[str, bool]:
         """An id for a request, mostly of the expected kind, and whether the key may use it."""
@@ -259,19 +259,19 @@ class StoredObjectsMachine(RuleBasedStateMachine):
             )
         if data.draw(st.booleans()):
             body["tools"] = TOOLS
-        scripted_answer = self.send(key, "POST", "/v1/responses", body | {"max_output_tokens": 8})
-        assert not foreign or scripted_answer[0] in FOREIGN_ID_STATUSES, (body, scripted_answer)
-        if isinstance(scripted_answer[1], bytes) and scripted_answer[0] == 200:
+        answer = self.send(key, "POST", "/v1/responses", body | {"max_output_tokens": 8})
+        assert not foreign or answer[0] in FOREIGN_ID_STATUSES, (body, answer)
+        if isinstance(answer[1], bytes) and answer[0] == 200:
             events = [
                 json.loads(line[6:])
-                for line in scripted_answer[1].decode().splitlines()
+                for line in answer[1].decode().splitlines()
                 if line.startswith("data: ")
             ]
             assert events[-1]["response"]["status"] in ("completed", "incomplete", "failed"), (
                 events[-1]
             )
-            scripted_answer = scripted_answer[0], events[0]["response"]
-        self.keep(key, "response", scripted_answer)
+            answer = answer[0], events[0]["response"]
+        self.keep(key, "response", answer)
 
     @rule(
         data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["compact", "input_tokens"])
@@ -392,11 +392,11 @@ class StoredObjectsMachine(RuleBasedStateMachine):
     )
     def start_batch(self, data, key, endpoint):
         name, is_own = self.some_id(data, key, "file")
-        scripted_answer = self.send(
+        answer = self.send(
             key, "POST", "/v1/batches", {"input_file_id": name, "endpoint": endpoint}
         )
-        assert is_own or scripted_answer[0] in FOREIGN_ID_STATUSES
-        self.keep(key, "batch", scripted_answer)
+        assert is_own or answer[0] in FOREIGN_ID_STATUSES
+        self.keep(key, "batch", answer)
 
     @rule(
         key=st.sampled_from(KEYS),
@@ -499,7 +499,7 @@ class StoredObjectsMachine(RuleBasedStateMachine):
 @pytest.mark.random
 def test_random_sequences_of_stored_object_requests(shared):
     StoredObjectsMachine.shared = shared
-    chosen = settings(
+    hypothesis_settings = settings(
         max_examples=cases(300, least=4),
         stateful_step_count=40,
         derandomize=True,
@@ -508,5 +508,5 @@ def test_random_sequences_of_stored_object_requests(shared):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(StoredObjectsMachine, settings=chosen)
+    run_state_machine_as_test(StoredObjectsMachine, settings=hypothesis_settings)
     print(f"\n{shared.requests} requests")

@@ -156,9 +156,9 @@ def batches_of_one_file(client: Client) -> Iterator[int]:
     }
     lines = "\n".join(json.dumps(line | {"custom_id": str(number)}) for number in range(20_000))
     head = 'Content-Disposition: form-data; name="'
-    form = f'--x\r\n{head}purpose"\r\n\r\nbatch\r\n--x\r\n{head}file"; filename="a"\r\n\r\n{lines}\r\n--x--\r\n'
+    form_data = f'--x\r\n{head}purpose"\r\n\r\nbatch\r\n--x\r\n{head}file"; filename="a"\r\n\r\n{lines}\r\n--x--\r\n'
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
-    status, _, raw = client.ask("POST", "/v1/files", form.encode(), headers)
+    status, _, raw = client.ask("POST", "/v1/files", form_data.encode(), headers)
     yield status
     body = {
         "input_file_id": json.loads(raw)["id"],
@@ -199,9 +199,9 @@ class HealthMonitor:
     def ask_health(self) -> None:
         with Client(self.url) as client:
             while not self.is_over.wait(0.02):
-                began = time.monotonic()
+                start = time.monotonic()
                 assert client.ask("GET", "/health")[0] == 200
-                self.slowest_health = max(self.slowest_health, time.monotonic() - began)
+                self.slowest_health = max(self.slowest_health, time.monotonic() - start)
 
     def read_streams(self) -> None:
         with Client(self.url) as client:

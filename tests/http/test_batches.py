@@ -312,12 +312,12 @@ def test_file_and_batch_storage_limits(server, client):
         overflowing_batch.status == "failed"
         and overflowing_batch.errors.data[0].code == "store_full"
     )
-    answered = read_lines(
+    result_lines = read_lines(
         client, overflowing_batch.output_file_id
     )  # results finished before are kept
     assert (
-        1 <= len(answered) == overflowing_batch.request_counts.completed < 60
-        and overflowing_batch.request_counts.failed == 60 - len(answered)
+        1 <= len(result_lines) == overflowing_batch.request_counts.completed < 60
+        and overflowing_batch.request_counts.failed == 60 - len(result_lines)
     )
     client.files.delete(overflowing_batch.output_file_id)
     server.script.hold.clear()

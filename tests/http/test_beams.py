@@ -1,4 +1,6 @@
-"""`use_beam_search` over HTTP: beams equal to the Python API, and fields that it does not support."""
+"""`use_beam_search` over HTTP: beams equal to the Python API, and fields that it does not
+support.
+"""
 
 import threading
 import time

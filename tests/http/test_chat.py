@@ -314,20 +314,20 @@ def test_tools():
         ),
     ):
         assert rejection_message(tools=value).startswith(message)
-    large = {**FUNCTION, "parameters": {"enum": ["x" * 70_000]}}
-    assert rejection_message(tools=[{"type": "function", "function": large}]).startswith(
+    large_function = {**FUNCTION, "parameters": {"enum": ["x" * 70_000]}}
+    assert rejection_message(tools=[{"type": "function", "function": large_function}]).startswith(
         "tools[0].function.parameters: must be"
     )
 
 
 def test_tool_choice():
-    named = {"type": "function", "function": {"name": "look_up"}}
+    named_choice = {"type": "function", "function": {"name": "look_up"}}
     for value, expected in (
         (None, "auto"),
         ("auto", "auto"),
         ("none", "none"),
         ("required", "required"),
-        (named, "function:look_up"),
+        (named_choice, "function:look_up"),
     ):
         assert parse_chat(tools=[TOOL], tool_choice=value).tool_choice == expected
     assert parse_chat(tool_choice="none").tool_choice == "none"
@@ -350,23 +350,26 @@ def test_tool_choice():
 
 def test_allowed_tools():
     """Only the allowed tools reach the model; both spellings of their names are accepted."""
-    now = {"type": "function", "function": {"name": "now"}}
-    chosen = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [now]}}
-    request = parse_chat(tools=[TOOL, now, CUSTOM], tool_choice=chosen)
+    now_tool = {"type": "function", "function": {"name": "now"}}
+    tool_choice = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [now_tool]},
+    }
+    request = parse_chat(tools=[TOOL, now_tool, CUSTOM], tool_choice=tool_choice)
     assert [tool["function"]["name"] for tool in request.tools] == [
         "now"
     ] and request.tool_choice == "required"
-    chosen["allowed_tools"] |= {
+    tool_choice["allowed_tools"] |= {
         "mode": "auto",
         "tools": [{"type": "custom", "custom": {"name": "sums"}}],
     }
     assert [
         tool["function"]["name"]
-        for tool in parse_chat(tools=[TOOL, CUSTOM], tool_choice=chosen).tools
+        for tool in parse_chat(tools=[TOOL, CUSTOM], tool_choice=tool_choice).tools
     ] == ["sums"]
     for allowed_tools, message in (
         (
-            {"mode": "any", "tools": [now]},
+            {"mode": "any", "tools": [now_tool]},
             "tool_choice.allowed_tools.mode: must be auto or required, got 'any'",
         ),
         (
@@ -374,7 +377,7 @@ def test_allowed_tools():
             "tool_choice.allowed_tools.tools: must be a list of 1 to 128",
         ),
         (
-            {"mode": "auto", "tools": [now]},
+            {"mode": "auto", "tools": [now_tool]},
             "tool_choice.allowed_tools.tools[0].function.name: must be the name",
         ),
     ):
@@ -393,14 +396,14 @@ def test_custom_tools():
     assert function["parameters"]["required"] == ["input"] and "[0-9]+" in str(
         function["parameters"]
     )
-    named = {"type": "custom", "custom": {"name": "sums"}}
-    assert parse_chat(tools=[CUSTOM], tool_choice=named).tool_choice == "function:sums"
+    named_choice = {"type": "custom", "custom": {"name": "sums"}}
+    assert parse_chat(tools=[CUSTOM], tool_choice=named_choice).tool_choice == "function:sums"
     call = {"id": "a", "type": "custom", "custom": {"name": "sums", "input": "12"}}
     (message,) = parse_chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
     assert message["tool_calls"] == [
         {"id": "a", "type": "function", "function": {"name": "sums", "arguments": {"input": "12"}}}
     ]
-    for format_, message in (
+    for tool_format, message in (
         ({"type": "json"}, "tools[0].custom.format.type: must be text or grammar"),
         ({"type": "grammar"}, "tools[0].custom.format.grammar: must be a JSON object"),
         (
@@ -413,7 +416,7 @@ def test_custom_tools():
         ),
     ):
         assert rejection_message(
-            tools=[{"type": "custom", "custom": {"name": "x", "format": format_}}]
+            tools=[{"type": "custom", "custom": {"name": "x", "format": tool_format}}]
         ).startswith(message)
 
 
@@ -548,7 +551,9 @@ def response_body(
 
 
 def check_client_type(kind: Any, body: dict[str, Any]) -> None:
-    """Check that the client's type accepts the body, apart from finish reasons that OpenAI lacks."""
+    """Check that the client's type accepts the body, apart from finish reasons that OpenAI
+    lacks.
+    """
     body = json.loads(json.dumps(body))
     for choice in body["choices"]:
         choice["finish_reason"] = {"timeout": "length", "abort": "length"}.get(
@@ -621,8 +626,8 @@ def test_logprobs_are_only_returned_on_request():
         response_body(parse_chat(), finished_choice(logprobs=None))["choices"][0]["logprobs"]
         is None
     )
-    only = response_body(parse_chat(logprobs=True), finished_choice())
-    assert [token["top_logprobs"] for token in only["choices"][0]["logprobs"]["content"]] == [
+    body = response_body(parse_chat(logprobs=True), finished_choice())
+    assert [token["top_logprobs"] for token in body["choices"][0]["logprobs"]["content"]] == [
         [],
         [],
         [],
@@ -890,14 +895,14 @@ def test_openai_client_accumulates_the_stream(written_answers: list[Written], ra
     assert parse(server.asked).delivery.stream and snapshot is not None
     for choice, written_answer in zip(snapshot.choices, written_answers, strict=True):
         message = choice.message
-        finished_choice = written_answer.answer
-        assert (message.content or "") == (finished_choice.content or "")
+        expected_choice = written_answer.answer
+        assert (message.content or "") == (expected_choice.content or "")
         calls = [
             (call.id, call.function.name, call.function.arguments)
             for call in message.tool_calls or ()
         ]
-        assert calls == [(call.id, call.name, call.arguments) for call in finished_choice.calls]
-        assert choice.finish_reason == finished_choice.finish_reason
+        assert calls == [(call.id, call.name, call.arguments) for call in expected_choice.calls]
+        assert choice.finish_reason == expected_choice.finish_reason
     assert sorted(finished_calls) == sorted(
         (call.name, call.arguments)
         for written_answer in written_answers
@@ -921,7 +926,7 @@ def test_openai_client_accumulates_the_stream(written_answers: list[Written], ra
 def test_exact_chunks_of_a_short_stream():
     choice_parts = [
         ChoicePart(0, [Thought("Hm"), Thought("."), CallStart(0, "c", "f"), Arguments(0, "{")]),
-        ChoicePart(0, [], None, None, [5, 6]),  # nothing to show yet
+        ChoicePart(0, [], None, None, [5, 6]),  # no text yet
         ChoicePart(0, [Arguments(0, "}"), CallStart(1, "d", "g")], "tool_calls"),
     ]
     deltas = [

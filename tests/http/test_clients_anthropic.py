@@ -49,8 +49,8 @@ def bundled():
         yield state
 
 
-def make_client(server: Any, kind: type = Anthropic, **chosen: Any) -> Any:
-    return kind(base_url=server.url, **{"api_key": "none", "max_retries": 0, **chosen})
+def make_client(server: Any, kind: type = Anthropic, **client_options: Any) -> Any:
+    return kind(base_url=server.url, **{"api_key": "none", "max_retries": 0, **client_options})
 
 
 @pytest.fixture
@@ -331,7 +331,9 @@ def test_unknown_model_and_invalid_api_key(client):
     "succeed",
 )
 def test_client_retries_server_errors(server):
-    """A full queue, a draining server and a failed step raise errors; the client's retries succeed."""
+    """A full queue, a draining server and a failed step raise errors; the client's retries
+    succeed.
+    """
     with make_client(server) as client:
         server.engine.max_queued = 0
         with pytest.raises(anthropic.RateLimitError) as limited:
@@ -356,10 +358,12 @@ def test_client_retries_server_errors(server):
         with pytest.raises(anthropic.APIStatusError, match="failed on this request"):
             list(client.messages.create(**message_request("hello", stream=True)))
         server.script.fail_next = 1
-        retried = client.with_options(max_retries=2).messages.with_raw_response.create(
+        raw_response = client.with_options(max_retries=2).messages.with_raw_response.create(
             **message_request("hello")
         )
-        assert retried.retries_taken == 1 and message_text(retried.parse()) == said("hello")
+        assert raw_response.retries_taken == 1 and message_text(raw_response.parse()) == said(
+            "hello"
+        )
     frees_all(server)
 
 
@@ -515,15 +519,15 @@ def test_parse_returns_pydantic_object(bundled_client):
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_tool_choice_any_and_tool(bundled_client, is_streaming):
     """The answer is a call whose input matches the tool's schema."""
-    keep = {
+    keep_tool = {
         "name": "keep",
         "input_schema": {**Person.model_json_schema(), "additionalProperties": False},
     }
-    now = {"name": "now", "input_schema": {"type": "object", "additionalProperties": False}}
+    now_tool = {"name": "now", "input_schema": {"type": "object", "additionalProperties": False}}
     for choice, tools in (
-        ({"type": "tool", "name": "keep"}, [keep, now]),
-        ({"type": "any"}, [keep]),
-        ({"type": "any"}, [keep, now]),
+        ({"type": "tool", "name": "keep"}, [keep_tool, now_tool]),
+        ({"type": "any"}, [keep_tool]),
+        ({"type": "any"}, [keep_tool, now_tool]),
     ):
         request = message_request(PERSON, **GREEDY, tools=tools, tool_choice=choice)
         message = create_message(bundled_client, request, is_streaming)
@@ -534,7 +538,7 @@ def test_tool_choice_any_and_tool(bundled_client, is_streaming):
         elif call.name == "keep":
             Person(**call.input)
         else:
-            assert tools == [keep, now] and (call.name, call.input) == ("now", {})
+            assert tools == [keep_tool, now_tool] and (call.name, call.input) == ("now", {})
 
 
 @shows("anthropic", "beta.messages.create, stream and count_tokens with context_management")
@@ -560,14 +564,14 @@ def test_context_management(client):
         "context_management": {"edits": [edit]},
     }
     message = client.beta.messages.create(max_tokens=9, **request)
-    (applied,) = message.context_management.applied_edits
-    assert (applied.type, applied.cleared_tool_uses) == (edit["type"], 2)
+    (applied_edit,) = message.context_management.applied_edits
+    assert (applied_edit.type, applied_edit.cleared_tool_uses) == (edit["type"], 2)
     with client.beta.messages.stream(max_tokens=9, **request) as stream:
         assert stream.get_final_message().context_management == message.context_management
     count = client.beta.messages.count_tokens(**request)
     full_count = client.messages.count_tokens(model="quill", messages=conversation)
     assert count.context_management.original_input_tokens == full_count.input_tokens
-    assert count.input_tokens == full_count.input_tokens - applied.cleared_input_tokens
+    assert count.input_tokens == full_count.input_tokens - applied_edit.cleared_input_tokens
     request["context_management"] = {"edits": [{"type": "compact_20260112"}]}
     with pytest.raises(anthropic.BadRequestError, match=r"context_management.edits\[0\].type"):
         client.beta.messages.create(max_tokens=9, **request)

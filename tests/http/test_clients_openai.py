@@ -67,8 +67,10 @@ def bundled():
         yield state
 
 
-def make_client(server: Any, kind: type = OpenAI, **chosen: Any) -> Any:
-    return kind(base_url=f"{server.url}/v1", **{"api_key": "none", "max_retries": 0, **chosen})
+def make_client(server: Any, kind: type = OpenAI, **client_options: Any) -> Any:
+    return kind(
+        base_url=f"{server.url}/v1", **{"api_key": "none", "max_retries": 0, **client_options}
+    )
 
 
 @pytest.fixture
@@ -274,7 +276,7 @@ def test_completion(client):
     assert {choice.finish_reason for choice in completion.choices} == {
         "stop"
     } and completion.id.startswith("cmpl-")
-    # 16 tokens
+    # the default of 16 tokens
     assert (
         client.completions.create(model="quill", prompt="<user>a").choices[0].finish_reason
         == "length"
@@ -339,7 +341,9 @@ def test_response(client, is_streaming):
 @shows("openai", "responses.create with tools, and the results sent back; responses.stream")
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_response_tool_loop(client, is_streaming):
-    """Reasoning, text and calls are items; the model answers when they are sent back with results."""
+    """Reasoning, text and calls are items; the model answers when they are sent back with
+    results.
+    """
     request_fields: dict[str, Any] = {"model": "quill", "tools": [RESPONSES_WEATHER_TOOL]}
     conversation = user_messages("think of the weather in Rome and in Paris")
     if is_streaming:
@@ -512,12 +516,12 @@ def test_client_retries_while_draining_and_after_engine_error(server):
         with pytest.raises(openai.APIError, match="failed on this request"):
             list(complete_hello(client, stream=True))
         server.script.fail_next = 1
-        retried = client.with_options(max_retries=2).chat.completions.with_raw_response.create(
+        raw_response = client.with_options(max_retries=2).chat.completions.with_raw_response.create(
             model="quill", messages=user_messages("hello")
         )
-        assert retried.retries_taken == 1 and retried.parse().choices[0].message.content == said(
-            "hello"
-        )
+        assert raw_response.retries_taken == 1 and raw_response.parse().choices[
+            0
+        ].message.content == said("hello")
         server.service.draining = True
         threading.Timer(0.5, lambda: setattr(server.service, "draining", False)).start()
         assert complete_hello(client.with_options(max_retries=2)).choices[
@@ -559,16 +563,16 @@ def test_closed_stream_or_cancelled_task_aborts_request(server):
                 async for _ in await client.chat.completions.create(
                     model="quill", messages=user_messages("count"), stream=True
                 ):
-                    begun.set()
+                    first_chunk_read.set()
 
             for call in (
                 read(),
                 client.chat.completions.create(model="quill", messages=user_messages("count")),
             ):
-                begun = asyncio.Event()
+                first_chunk_read = asyncio.Event()
                 task = asyncio.create_task(call)
                 while not server.engine.scheduler.running or (
-                    not begun.is_set() and call.__name__ == "read"
+                    not first_chunk_read.is_set() and call.__name__ == "read"
                 ):
                     await asyncio.sleep(0.005)
                 task.cancel()
@@ -795,12 +799,12 @@ def test_sampling_fields(bundled_client):
         .message.content[:2]
         != "36"
     )
-    allowed = complete_sort(
+    restricted = complete_sort(
         bundled_client,
         max_tokens=4,
         extra_body={"allowed_token_ids": tokens[:1], "return_token_ids": True},
     )
-    assert allowed.choices[0].token_ids == tokens[:1] * 4
+    assert restricted.choices[0].token_ids == tokens[:1] * 4
     contradictory = {"allowed_token_ids": tokens[:1], "stop_token_ids": tokens[:1], "min_tokens": 3}
     with pytest.raises(
         openai.BadRequestError, match="leaves, with logit_bias.*, no token that may come next"
@@ -999,9 +1003,9 @@ def test_parse_returns_pydantic_object(bundled_client):
 def test_required_and_named_tool_choice(bundled_client, is_streaming):
     """The answer is a call whose arguments match the tool's schema."""
     person = openai.pydantic_function_tool(Person, name="keep")
-    named = {"type": "function", "function": {"name": "keep"}}
+    named_choice = {"type": "function", "function": {"name": "keep"}}
     for tool_choice, tools in (
-        (named, [NOW_TOOL, person]),
+        (named_choice, [NOW_TOOL, person]),
         ("required", [person]),
         ("required", [NOW_TOOL, person]),
     ):
@@ -1025,7 +1029,7 @@ def test_required_and_named_tool_choice(bundled_client, is_streaming):
         else:
             assert call.function.name == "keep"
             assert arguments == (
-                FOUND if tool_choice == named else Person(**arguments).model_dump()
+                FOUND if tool_choice == named_choice else Person(**arguments).model_dump()
             )
     request_fields = {"model": "quill", "input": PERSON, "temperature": 0}
     flat = {"type": "function", **person["function"]}
@@ -1050,14 +1054,17 @@ def test_tool_schema_references_resolve_per_tool(bundled_client):
     """`$ref` resolves in its own tool's schema; `response_format` does not constrain calls."""
     household: Any = openai.pydantic_function_tool(Household, name="keep")
     assert "$defs" in household["function"]["parameters"]
-    clash = {
+    clashing_schema = {
         "type": "object",
         "properties": {"home": {"$ref": "#/$defs/Home"}},
         "required": ["home"],
         "additionalProperties": False,
         "$defs": {"Home": {"enum": [1, 2]}},
     }
-    count_tool: Any = {"type": "function", "function": {"name": "count", "parameters": clash}}
+    count_tool: Any = {
+        "type": "function",
+        "function": {"name": "count", "parameters": clashing_schema},
+    }
     request_fields = {
         "tools": [count_tool, household],
         "tool_choice": "required",
@@ -1090,8 +1097,10 @@ def test_embeddings(bundled_client):
     shortened = bundled_client.embeddings.create(**request_fields, dimensions=8).data[0].embedding
     assert len(shortened) == 8 and sum(x * x for x in shortened) == pytest.approx(1, abs=1e-3)
     assert response.usage.prompt_tokens == response.usage.total_tokens > 8
-    alone = bundled_client.embeddings.create(model="quill", input="a mouse").data[0].embedding
-    assert alone == pytest.approx(response.data[0].embedding, abs=1e-3)
+    embedding_alone = (
+        bundled_client.embeddings.create(model="quill", input="a mouse").data[0].embedding
+    )
+    assert embedding_alone == pytest.approx(response.data[0].embedding, abs=1e-3)
     assert len(bundled_client.embeddings.create(model="quill", input=[[5, 6], [7]]).data) == 2
     with pytest.raises(openai.BadRequestError) as caught:
         bundled_client.embeddings.create(**request_fields, dimensions=193)
@@ -1163,12 +1172,12 @@ def test_custom_and_allowed_tool_choice(bundled_client):
         "temperature": 1,
         "seed": 1,
     }
-    named = {"type": "custom", "custom": {"name": "sums"}}
+    named_choice = {"type": "custom", "custom": {"name": "sums"}}
     (call,) = (
         bundled_client.chat.completions.create(
             messages=user_messages("Add"),
             tools=[WEATHER_TOOL, CHAT_SUMS_TOOL],
-            tool_choice=named,
+            tool_choice=named_choice,
             **request_fields,
         )
         .choices[0]
@@ -1286,7 +1295,9 @@ def test_suffix_needs_fill_in_the_middle_tokens(bundled_client):
 
 @shows("openai", "responses.input_tokens.count")
 def test_input_token_count_matches_usage(client):
-    """The count equals `usage.input_tokens`, also with instructions, tools or a previous response."""
+    """The count equals `usage.input_tokens`, also with instructions, tools or a previous
+    response.
+    """
     first = client.responses.create(model="quill", input="hello")
     for fields in (
         {},

@@ -1,4 +1,6 @@
-"""Completions: parsing request bodies, and response bodies and events that OpenAI's client reads."""
+"""Completions: parsing request bodies, and response bodies and events that OpenAI's client
+reads.
+"""
 
 import json
 from dataclasses import replace
@@ -229,7 +231,9 @@ def test_logprobs_without_tokenizer_use_token_ids():
     ("text", "first_token", "offsets"), [("It is", "<s>", [0, 0, 2]), ("It is", "It", [0, 2, 5])]
 )
 def test_echo_returns_prompt_and_its_logprobs(text, first_token, offsets):
-    """The prompt is repeated with its logprobs; a BOS token that the tokenizer added has no text."""
+    """The prompt is repeated with its logprobs; a BOS token that the tokenizer added has no
+    text.
+    """
     entries = [None, {2: Logprob(-1.0, 3, "It" if first_token == "<s>" else " is")}]
     head = replace(HEAD, prompts=[AnsweredPrompt(text, [1, 2], entries, first_token)])
     finished = FinishedChoice(

@@ -46,8 +46,8 @@ def test_fields_behave_as_documented(endpoint):
             assert endpoint.parse({**endpoint.base, name: None}) == default_request, name
         with pytest.raises(RequestError):  # the field is checked
             endpoint.parse({**base, name: object()})
-    for name, nothing in endpoint.neutral.items():
-        assert endpoint.parse({**endpoint.base, name: nothing}) == default_request
+    for name, neutral_value in endpoint.neutral.items():
+        assert endpoint.parse({**endpoint.base, name: neutral_value}) == default_request
         assert rejection_error(endpoint, **{name: "x"}).param == name
     for name, message in endpoint.refused.items():
         error = rejection_error(endpoint, **{name: "x"})

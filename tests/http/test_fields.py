@@ -102,8 +102,8 @@ def test_labels_have_no_effect(parse):
 
 @both_modules
 def test_unimplemented_fields_are_rejected_by_name(parse, module):
-    for name, nothing in neutral_fields(module).items():
-        assert parse(**{name: nothing}) == parse()
+    for name, neutral_value in neutral_fields(module).items():
+        assert parse(**{name: neutral_value}) == parse()
         assert rejection_message(parse, **{name: "x"}).startswith(f"{name}: {ABSENT}; got 'x'")
     assert (
         rejection_message(parse, temprature=1)

@@ -260,10 +260,10 @@ def test_count_tokens_uses_the_same_prompt():
         "thinking": {"type": "enabled", "budget_tokens": 2000},
         "output_config": {"effort": "high"},
     }
-    counted = messages.parse_count(fields)
-    sent = parse_request(**fields)
-    assert (counted.messages, counted.tools, counted.template_options) == (
-        sent.messages, sent.tools, sent.template_options,
+    count_request = messages.parse_count(fields)
+    request = parse_request(**fields)
+    assert (count_request.messages, count_request.tools, count_request.template_options) == (
+        request.messages, request.tools, request.template_options,
     )  # fmt: skip
     assert rejection_message(
         lambda **fields: messages.parse_count(fields), messages=HI_MESSAGES, max_tokens=3
@@ -827,8 +827,8 @@ CONVERSATION = [
 ]
 
 
-def json_size(talk: Any) -> int:
-    return len(json.dumps(talk))
+def json_size(value: Any) -> int:
+    return len(json.dumps(value))
 
 
 def edit_conversation(*edits: dict[str, Any]) -> tuple[Any, Any]:
@@ -927,10 +927,10 @@ def test_drop_oldest_turns():
     """Drops as few of the oldest turns as necessary; the system message and the last turn stay."""
     for limit in (10_000, json_size(CONVERSATION) - 1, 100, 1):
         kept_turns = drop_oldest_turns(
-            CONVERSATION, lambda talk, limit=limit: json_size(talk) <= limit
+            CONVERSATION, lambda kept, limit=limit: json_size(kept) <= limit
         )
         assert kept_turns == (
             CONVERSATION if limit == 10_000 else [CONVERSATION[0], CONVERSATION[-1]]
         )
     turns = [{"role": "user", "content": str(i)} for i in range(10)]
-    assert drop_oldest_turns(turns, lambda talk: len(talk) <= 4) == turns[-4:]
+    assert drop_oldest_turns(turns, lambda kept: len(kept) <= 4) == turns[-4:]

@@ -135,14 +135,19 @@ def module_page(browser: Browser) -> Iterator[Page]:
 def test_streamed_answer_is_shown_with_statistics(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [*list(words(STORY))[:5], 0.5, *list(words(STORY))[5:], "stop"]
     tab.ask("Hello")
-    expect(tab.page.locator(".answer .text")).to_contain_text("Once upon a time")  # before the end
+    expect(tab.page.locator(".answer .text")).to_contain_text(
+        "Once upon a time"
+    )  # before the answer ends
     expect(tab.page.locator("#send")).to_have_attribute("aria-label", "Stop")
     tab.ended()
     assert tab.answer() == STORY
     assert tab.page.locator(".answer .text p").count() == 2
-    foot = tab.page.locator(".answer .foot").inner_text()
-    assert re.search(r"\b74 tokens\b", foot) and re.search(r"[\d,.]+ tokens/s", foot)
-    assert "to the first token" in foot and "32 of 40 prompt tokens from the cache" in foot
+    footer_text = tab.page.locator(".answer .foot").inner_text()
+    assert re.search(r"\b74 tokens\b", footer_text) and re.search(r"[\d,.]+ tokens/s", footer_text)
+    assert (
+        "to the first token" in footer_text
+        and "32 of 40 prompt tokens from the cache" in footer_text
+    )
     assert tab.page.locator("#context").inner_text() == "114 of 1,024 tokens"
     (body,) = stand_in.bodies
     assert re.fullmatch("page-[0-9a-f]{16}", body.pop("request_id"))
@@ -248,7 +253,7 @@ def test_reload_restores_the_chat(tab: Tab, stand_in: StandIn, context: BrowserC
     assert [
         (message["role"], message["content"]) for message in stand_in.bodies[-1]["messages"]
     ] == expected
-    other_tab = Tab(context.new_page(), tab.url)  # another tab has a chat of its own
+    other_tab = Tab(context.new_page(), tab.url)  # another tab has its own chat
     expect(other_tab.page.locator("#welcome")).to_be_visible()
     tab.page.click("#new")
     tab.page.reload()
@@ -302,7 +307,7 @@ def test_stored_chats_can_be_continued(tab: Tab, stand_in: StandIn, context: Bro
     ]
     other_tab = Tab(context.new_page(), tab.url)  # same browser, own current chat
     expect(other_tab.page.locator("#welcome")).to_be_visible()
-    assert chat_titles(other_tab) == ["one", "two"]  # the newest first
+    assert chat_titles(other_tab) == ["one", "two"]  # newest first
     other_tab.page.locator("#conversations li button").filter(has_text="two").click()
     assert other_tab.answer() == "About two."
     other_tab.check(False)
@@ -321,7 +326,7 @@ def test_chat_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
     expect(page.locator("#undo-text")).to_have_text("Deleted “one”.")
     page.click("#undo")
     expect(titles).to_have_text(["two", "one"])
-    page.get_by_role("button", name="Delete two").click()  # the one that is shown
+    page.get_by_role("button", name="Delete two").click()  # the current chat
     expect(titles).to_have_text(["one"])
     assert page.locator(".turn").count() == 0
     page.click("#undo")
@@ -359,9 +364,7 @@ def test_token_rate_needs_a_measurable_time(module_page: Page):
         return answer.stats.filter(([, name]) => name === "tokens/s").map(([figure]) => figure) }"""
     assert module_page.evaluate(script, [100, 100.1, 100.1]) == []
     assert module_page.evaluate(script, [100, 150, 150, 300]) == ["15"]
-    assert (
-        module_page.evaluate(script, [100, 1e5, 1e8]) == []
-    )  # nothing like 0.00002 tokens a second
+    assert module_page.evaluate(script, [100, 1e5, 1e8]) == []  # not 0.00002 tokens per second
 
 
 def test_rate_formatting(tab: Tab, stand_in: StandIn):
@@ -442,9 +445,9 @@ def test_settings_show_server_defaults(tab: Tab, stand_in: StandIn):
     tab.page.keyboard.press("Escape")
     tab.ask("Hello")
     tab.ended()
-    sent = {"temperature": 0.7, "top_k": 20, "max_tokens": 512}  # what is shown is what is sent
-    assert {name: stand_in.bodies[-1].get(name) for name in sent} == sent
-    assert tab.page.locator("#settings-text").inner_text() == "Settings"  # nothing was changed
+    expected = {"temperature": 0.7, "top_k": 20, "max_tokens": 512}  # the values shown are sent
+    assert {name: stand_in.bodies[-1].get(name) for name in expected} == expected
+    assert tab.page.locator("#settings-text").inner_text() == "Settings"  # no setting was changed
 
 
 @pytest.mark.parametrize(
@@ -466,7 +469,7 @@ def test_model_label_is_its_file_name(
         and tab.page.title() == f"{label} on Quire"
     )
     starters = tab.page.locator("#starters button").all_inner_texts()
-    # those are quill's
+    # only quill has sort prompts
     assert len(starters) == 3 and not any("Sort: 52" in starter for starter in starters)
     tab.ask("Hello")
     tab.ended()
@@ -477,7 +480,7 @@ def test_model_selection(context: BrowserContext, url: str, stand_in: StandIn):
     stand_in.models = ["quill", "quill-draft"]
     tab = Tab(context.new_page(), url)
     expect(tab.page.locator("#model option")).to_have_count(2)
-    # what the bundled model can do
+    # prompts for the bundled model
     expect(tab.page.locator("#taught")).to_contain_text("It knows nothing else")
     tab.page.select_option("#model", "quill-draft")
     expect(tab.page.locator("#taught")).to_be_hidden()
@@ -512,11 +515,11 @@ def test_reasoning_is_collapsed_and_tool_calls_are_code(tab: Tab, stand_in: Stan
     tab.ended()
     page = tab.page
     assert tab.answer() == "I look it up."
-    thought = page.locator(".reasoning div")
+    reasoning = page.locator(".reasoning div")
     expect(page.locator(".reasoning summary")).to_contain_text("Thought for")
-    expect(thought).to_be_hidden()
+    expect(reasoning).to_be_hidden()
     page.click(".reasoning summary")
-    expect(thought).to_have_text("Let me see.")
+    expect(reasoning).to_have_text("Let me see.")
     assert page.locator(".call header b").inner_text() == "weather"
     assert json.loads(page.locator(".call code").inner_text()) == {"city": "Oslo", "days": 2}
     page.click("#probabilities")
@@ -558,7 +561,7 @@ def test_token_probabilities_are_shown(tab: Tab, stand_in: StandIn):
     widths = card.locator(".level").evaluate_all("levels => levels.map(level => level.style.width)")
     assert widths == ["75%", "20%"]
     page.hover(".token >> nth=2")
-    # not among the five likeliest, and shown as the last
+    # not among the five likeliest: listed last
     expect(card.locator(".chosen code")).to_have_text("\u00b7a")
     assert (
         card.locator("li").count() == 7
@@ -635,9 +638,12 @@ ALIGN_SCRIPT = """chunks => { const aligner = new lib.Aligner();
     [
         # the end of the text was held back
         ([("a", ["</think>", "aa"]), ("aa", ["a"])], [["aa", ["aa"]], ["a", ["a"]]]),
-        ([("one", ["one", " st"]), ("", ["op"])], [["one", ["one"]]]),  # a stop string cut the rest
+        (
+            [("one", ["one", " st"]), ("", ["op"])],
+            [["one", ["one"]]],
+        ),  # a stop string removed the rest
         ([("on", ["one"])], [["on", ["one"]]]),
-        # a template strips the space
+        # the template strips the space
         ([("Hello,", [" Hello", ","])], [["Hello", [" Hello"]], [",", [","]]]),
         (
             [("\u00e9", ["\ufffd", "\ufffd", "ab"]), ("ab", [])],
@@ -665,22 +671,24 @@ def test_aligned_tokens_cover_the_whole_text(module_page: Page, data: st.DataObj
     # characters cut off by a stop string
     end_early = data.draw(st.booleans()) and data.draw(st.integers(0, 3))
     chunks = []
-    sent = 0
+    num_characters_sent = 0
     for begin, end in zip(edges, edges[1:], strict=False):
         token_text = raw[begin:end].decode(errors="replace")
         is_split_at_characters = is_split_at_characters and "\ufffd" not in token_text
-        # Text comes when its characters are whole; some of it may be held back for a while, as
-        # before a stop string.
-        ready = len(raw[:end].decode(errors="ignore"))
+        # Text is sent once its characters are complete; some may be held back, as before a
+        # possible stop string.
+        num_complete = len(raw[:end].decode(errors="ignore"))
         num_held_back = data.draw(st.integers(0, 2)) if data.draw(st.booleans()) else 0
-        num_sent = max(sent, ready - num_held_back) if end < len(raw) else len(text)
+        num_sent = (
+            max(num_characters_sent, num_complete - num_held_back) if end < len(raw) else len(text)
+        )
         tokens = [token(token_text)] if token_text else []
         if data.draw(st.booleans()):
-            tokens.insert(0, token("<silent>"))  # writes nothing
-        num_sent = max(sent, min(num_sent, len(text) - end_early))
-        chunks.append((text[sent:num_sent], tokens))
-        sent = num_sent
-    text = text[:sent]
+            tokens.insert(0, token("<silent>"))  # a token without text
+        num_sent = max(num_characters_sent, min(num_sent, len(text) - end_early))
+        chunks.append((text[num_characters_sent:num_sent], tokens))
+        num_characters_sent = num_sent
+    text = text[:num_characters_sent]
     pieces = module_page.evaluate(ALIGN_SCRIPT, chunks)
     assert "".join(piece for piece, _ in pieces) == text
     assert all(piece for piece, _ in pieces)
@@ -869,7 +877,7 @@ def test_incremental_markdown_equals_complete_rendering(module_page: Page, fragm
     letters = [letter for letter in "".join(fragments).replace("&amp;", "&") if letter in "ab&<>"]
     info = "".join(fragments).count("`") + "".join(fragments).count(
         "~"
-    )  # what follows a fence is a title
+    )  # the text after a fence is an info string
     assert info or [letter for letter in text if letter in "ab&<>"] == letters
 
 
@@ -883,12 +891,12 @@ def test_hostile_markdown_takes_linear_time(module_page: Page):
         ">" * 30_000,
     )
     for text in (*hostile, "|a" * 5_000 + "\n" + "|-" * 5_000 + "\n", "```js\n" + "a(/b" * 20_000):
-        took = module_page.evaluate(
+        milliseconds = module_page.evaluate(
             """text => { const began = performance.now();
                 new lib.Markdown(document.createElement("div")).update(text); return performance.now() - began }""",
             text,
         )
-        assert took < 15_000, text[:10]
+        assert milliseconds < 15_000, text[:10]
 
 
 def test_html_in_texts_is_escaped(context: BrowserContext, url: str, stand_in: StandIn):
@@ -939,14 +947,14 @@ def test_rejected_request_is_shown_and_can_be_retried(tab: Tab, stand_in: StandI
     }
     stand_in.refusals["Hello"] = (400, refusal)
     tab.ask("Hello")
-    trouble = tab.page.locator(".failure")
-    expect(trouble).to_contain_text("top_p: must be at most 1, got 7")
-    expect(trouble).to_contain_text("400, invalid_request_error, field top_p")
+    failure = tab.page.locator(".failure")
+    expect(failure).to_contain_text("top_p: must be at most 1, got 7")
+    expect(failure).to_contain_text("400, invalid_request_error, field top_p")
     tab.ended()
     del stand_in.refusals["Hello"]
-    trouble.get_by_role("button", name="Retry").click()
+    failure.get_by_role("button", name="Retry").click()
     tab.ended()
-    assert tab.answer() == STORY and trouble.count() == 0
+    assert tab.answer() == STORY and failure.count() == 0
     assert [len(body["messages"]) for body in stand_in.bodies] == [1, 1]
 
 
@@ -1019,7 +1027,7 @@ def test_api_key_is_requested_and_stays_in_the_tab(
         "document.body.innerHTML].join()"
     )
     assert "secret" not in visible_state
-    other_tab = Tab(context.new_page(), url)  # another tab does not know it
+    other_tab = Tab(context.new_page(), url)  # another tab does not have the key
     expect(other_tab.page.locator("#lock")).to_be_visible()
     tab.check(True)
 
@@ -1032,7 +1040,7 @@ def test_cells_follow_the_live_events(tab: Tab, stand_in: StandIn):
     assert tab.pixel(10, 10) == tab.swatch("free")
     stand_in.frame = frame([1, -1, -2, 2, *[0] * 56], (running_request(1), running_request(2)))
     until(lambda: tab.pixel(10, 10) != tab.swatch("free"), page, "the first cell did not change")
-    page.wait_for_timeout(1300)  # until nothing glows
+    page.wait_for_timeout(1300)  # until no cell is animated
     colors = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(5)]
     assert colors[1:3] == [tab.swatch("cached"), tab.swatch("shared")] and colors[4] == tab.swatch(
         "free"
@@ -1146,7 +1154,7 @@ def test_steps_and_layer_groups_are_drawn(tab: Tab, stand_in: StandIn):
         )
 
     blank = tab.page.evaluate("document.querySelector('#strip').toDataURL()")
-    # steps of just now in each event: on a busy machine others would have left the strip
+    # Every event has recent steps: on a busy machine old ones would have left the strip.
     stand_in.frame = busy
     page.wait_for_function(
         "blank => document.querySelector('#strip').toDataURL() != blank", arg=blank
@@ -1187,7 +1195,7 @@ def test_draft_tokens_are_shown_if_the_engine_drafts(tab: Tab, stand_in: StandIn
     expect(page.locator("#drafts-each")).to_have_text("3")
     expect(page.locator("#drafts-share")).to_have_text("33 %")
     expect(page.locator("#drafts-length")).to_have_text("2")
-    # steps of just now in each event
+    # every event has recent steps
     stand_in.frame = lambda: busy((10, 40, 30)) | {"model": "another"}
     expect(page.locator("#drafts-share")).to_have_text("–")
     page.wait_for_timeout(300)
@@ -1257,13 +1265,13 @@ def test_hidden_tab_stops_polling(tab: Tab, stand_in: StandIn):
     expect(tab.page.locator("#generation")).to_have_text("999")
 
 
-# The whole
+# The whole page
 
 
 def test_content_security_policy_allows_only_own_resources(tab: Tab, url: str):
     page = tab.page
-    allowed = page.request.get(url).headers["content-security-policy"]
-    assert "default-src 'self'" in allowed and "unsafe" not in allowed
+    policy = page.request.get(url).headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "unsafe" not in policy
     html = page.request.get(url).text()
     assert not re.search(r"\sstyle=|\son\w+=|<script>|<style|https?:(?!//www.w3.org)", html)
     broken = page.evaluate("fetch('https://site.example/').then(() => null, (error) => error.name)")
@@ -1279,7 +1287,7 @@ def test_themes(context: BrowserContext, url: str, stand_in: StandIn, scheme: An
     page.emulate_media(color_scheme=scheme)
     tab = Tab(page, url)
     expect(tab.state).to_have_attribute("data-state", "ready")
-    paper = """() => { const context = new OffscreenCanvas(1, 1).getContext("2d");
+    background_script = """() => { const context = new OffscreenCanvas(1, 1).getContext("2d");
         context.fillStyle = getComputedStyle(document.body).backgroundColor; context.fillRect(0, 0, 1, 1);
         return context.getImageData(0, 0, 1, 1).data[1] }"""
     until(
@@ -1287,13 +1295,13 @@ def test_themes(context: BrowserContext, url: str, stand_in: StandIn, scheme: An
         page,
         "the canvas has other colours than the page",
     )
-    light = page.evaluate(paper) > 128
+    light = page.evaluate(background_script) > 128
     assert light == (scheme == "light")
     page.click("#theme")
-    assert (page.evaluate(paper) > 128) != light
+    assert (page.evaluate(background_script) > 128) != light
     until(lambda: tab.pixel(10, 10) == tab.swatch("free"), page, "the canvas kept its colours")
     page.reload()
-    assert (page.evaluate(paper) > 128) != light
+    assert (page.evaluate(background_script) > 128) != light
     tab.check(False)
 
 
@@ -1317,8 +1325,12 @@ def test_text_has_contrast(context: BrowserContext, url: str, scheme: Any):
                 found.push([over, under, (a + 0.05) / (b + 0.05)]);
             }
         return found }"""
-    for over, under, contrast in page.evaluate(script):
-        assert contrast >= (3 if over in ("focus", "edge") else 4.5), (over, under, contrast)
+    for foreground, background, contrast in page.evaluate(script):
+        assert contrast >= (3 if foreground in ("focus", "edge") else 4.5), (
+            foreground,
+            background,
+            contrast,
+        )
 
 
 def test_phone_layout_has_a_tab_for_the_engine(browser: Browser, url: str, stand_in: StandIn):
@@ -1408,7 +1420,7 @@ def test_keyboard_reaches_every_control(tab: Tab, stand_in: StandIn):
     press("s")
     expect(page.locator("#drawer")).to_be_visible()
     press("Tab")
-    page.keyboard.type("p?n")  # the system prompt, and no shortcut
+    page.keyboard.type("p?n")  # typed into the system prompt, not a shortcut
     expect(page.locator("#set-system")).to_have_value("p?n")
     press("Escape")
     press("?")
@@ -1423,7 +1435,7 @@ def test_keyboard_reaches_every_control(tab: Tab, stand_in: StandIn):
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("/")
     expect(page.locator("#prompt")).to_have_value("/")
-    reached: set[str] = set()
+    reached_controls: set[str] = set()
     for _ in range(60):
         press("Tab")
         name, ring = page.evaluate(
@@ -1431,10 +1443,18 @@ def test_keyboard_reaches_every_control(tab: Tab, stand_in: StandIn):
             "getComputedStyle(element).outlineStyle])(document.activeElement, "
             "document.activeElement)"
         )
-        reached.add(name)
-        # the composer's border is the prompt's ring
+        reached_controls.add(name)
+        # the prompt's focus ring is the composer's border
         assert ring != "none" or name in ("body", "prompt"), name
-    assert {"settings", "probabilities", "new", "theme", "help", "prompt", "send"} <= reached
+    assert {
+        "settings",
+        "probabilities",
+        "new",
+        "theme",
+        "help",
+        "prompt",
+        "send",
+    } <= reached_controls
 
 
 def test_every_control_has_an_accessible_name(tab: Tab):

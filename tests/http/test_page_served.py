@@ -79,8 +79,8 @@ def test_repeated_answer_is_drafted():
             tab.page.get_by_role("button", name="Regenerate").click()
             tab.ended()
             drafted = tab.page.locator(".answer").last.locator(".token.drafted")
-            counted = tab.page.locator(".answer .stats .drafted b").last.inner_text()
-            assert 0 < drafted.count() <= int(counted)
+            num_drafted = tab.page.locator(".answer .stats .drafted b").last.inner_text()
+            assert 0 < drafted.count() <= int(num_drafted)
             expect(tab.page.locator("#drafts-share")).to_have_text(re.compile(r"\d+ %"))
             tab.check(loud=False)
         finally:

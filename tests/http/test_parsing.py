@@ -447,7 +447,7 @@ def test_arbitrary_markers_do_not_depend_on_slicing(name):
         ",",
         ":",
     ]
-    plain_texts = [
+    other_texts = [
         "functions.f",
         "to=functions.g",
         "analysis",
@@ -462,7 +462,7 @@ def test_arbitrary_markers_do_not_depend_on_slicing(name):
     @settings(max_examples=cases(100))
     @given(
         st.lists(
-            st.sampled_from([*MARKERS, *pieces_of_json, *plain_texts])
+            st.sampled_from([*MARKERS, *pieces_of_json, *other_texts])
             | marker_fragments
             | st.text(max_size=4),
             max_size=12,
@@ -510,7 +510,7 @@ def test_text_is_streamed_immediately(name):
     assert so_far + result.content + result.reasoning == text
 
 
-MALFORMED_ANSWERS = {  # parser, answer: content, calls
+MALFORMED_ANSWERS = {  # (parser, answer): (content, calls)
     ("hermes", "<tool_call>no JSON</tool_call>"): ("<tool_call>no JSON</tool_call>", []),
     ("hermes", 'a <tool_call>\n{"arguments": {}}\n</tool_call> '): (
         'a <tool_call>\n{"arguments": {}}\n</tool_call> ',
@@ -669,8 +669,8 @@ def test_harmony_without_tools_or_inside_reasoning():
     assert parse_slices(partial(parsing.make_parser, "openai", None, None), answer) == Result(
         "{}", "", []
     )
-    inside = partial(parsing.make_parser, None, "openai_gptoss", {}, True)
-    assert parse_slices(inside, "hm<|end|><|start|>assistant" + answer) == Result(
+    make_in_reasoning = partial(parsing.make_parser, None, "openai_gptoss", {}, True)
+    assert parse_slices(make_in_reasoning, "hm<|end|><|start|>assistant" + answer) == Result(
         "", "hm", [("f", "{}")]
     )
 
@@ -714,7 +714,9 @@ def test_parse_time_is_linear_in_answer_length(name):
 
 
 def test_call_ids():
-    """Mistral's templates need ids of nine letters and digits; ids that the model writes are kept."""
+    """Mistral's templates need ids of nine letters and digits; ids that the model writes are
+    kept.
+    """
     for make, answer in [
         (PARSERS["mistral"], "[TOOL_CALLS]f{}[TOOL_CALLS]g{}"),
         (PARSERS["mistral"], '[TOOL_CALLS][{"name": "f"}, {"name": "g"}]'),
@@ -840,9 +842,9 @@ def test_custom_tool_calls_are_parsed_whole(slice_length):
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
     assert parse_slices("So " + call("sums", input="12")) == ["So", ("sums", "12")]
-    mixed = (
+    mixed_answer = (
         call("sums", input="x") + call("f", a=1) + call("sums", input="7") + call("sums", text="7")
     )
-    assert parse_slices(mixed) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
+    assert parse_slices(mixed_answer) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
     assert parse_slices("12", is_forced=True) == [None, ("sums", "12")]
     assert parse_slices("1b", is_forced=True) == ["1b"]

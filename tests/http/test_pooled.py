@@ -1,4 +1,6 @@
-"""Scores and embeddings over HTTP in the formats of vLLM and Cohere, compared with other endpoints."""
+"""Scores and embeddings over HTTP in the formats of vLLM and Cohere, compared with other
+endpoints.
+"""
 
 import base64
 import math
@@ -47,9 +49,9 @@ def post_score(client, **body) -> list[float]:
 
 def test_score_field_aliases(client):
     """Documents get the scores of /rerank; data_1 and data_2 are aliases of text_1 and text_2."""
-    lines = [f"{document}\n" for document in DOCUMENTS]
-    expected = post_score(client, text_1=lines, text_2=[" cat"] * 3)
-    assert post_score(client, data_1=lines, data_2=[" cat"] * 3) == expected
+    document_lines = [f"{document}\n" for document in DOCUMENTS]
+    expected = post_score(client, text_1=document_lines, text_2=[" cat"] * 3)
+    assert post_score(client, data_1=document_lines, data_2=[" cat"] * 3) == expected
     assert post_score(client, queries=" cat", documents=DOCUMENTS) == expected
     assert post_score(client, queries=[" cat"] * 3, items=DOCUMENTS) == expected
     ranking = post_ok(client, "/rerank", query=" cat", documents=DOCUMENTS)

@@ -378,12 +378,14 @@ def test_tool_choice():
     assert rejection_message(tool_choice={"type": "allowed_tools"}).startswith(
         "tool_choice.mode: must be auto or required"
     )
-    allowed = {
+    allowed_tools = {
         "type": "allowed_tools",
         "mode": "required",
         "tools": [{"type": "function", "name": "look_up"}],
     }
-    request = parse_request(tool_choice=allowed, tools=[{"type": "custom", "name": "x"}, TOOL])
+    request = parse_request(
+        tool_choice=allowed_tools, tools=[{"type": "custom", "name": "x"}, TOOL]
+    )
     assert request.tool_choice == "required" and [
         tool["function"]["name"] for tool in request.tools
     ] == ["look_up"]
@@ -394,14 +396,17 @@ def test_null_item_fields_equal_absent_fields():
         parsed_messages({"type": None, "role": "user", "content": "Hi", "id": None, "phase": None})
         == parse_request().messages
     )
-    thought = {
+    reasoning_item = {
         "type": "reasoning",
         "id": "r",
         "summary": [],
         "content": None,
         "encrypted_content": None,
     }
-    assert parsed_messages({"role": "user", "content": "Hi"}, thought) == parse_request().messages
+    assert (
+        parsed_messages({"role": "user", "content": "Hi"}, reasoning_item)
+        == parse_request().messages
+    )
 
 
 def test_input_items_become_messages():
@@ -612,7 +617,9 @@ def test_stream_events_open_and_close_items_in_order(answer: Written):
         if kind == "output_item.done":
             assert event["item"]["id"] == open_item["id"]
             assert event["item"].get("arguments", text) == text
-            assert all(inner["text"] == text for inner in event["item"].get("content", []))
+            assert all(
+                content_part["text"] == text for content_part in event["item"].get("content", [])
+            )
             items.append(event["item"])
             open_item = None
             continue
@@ -650,8 +657,8 @@ def test_last_event_equals_the_response(answer: Written):
             for content_part in item.get("content", []):
                 content_part.pop("logprobs", None)
     assert last == body
-    ended = answer.answer.finish_reason in ("stop", "tool_calls")
-    status = "completed" if ended else "incomplete"
+    is_complete = answer.answer.finish_reason in ("stop", "tool_calls")
+    status = "completed" if is_complete else "incomplete"
     assert events[-1]["type"] == f"response.{status}" and body["status"] == status
     reason = {"reason": "max_output_tokens"} if answer.answer.finish_reason == "length" else None
     assert body["incomplete_details"] == reason and body["usage"] == USAGE_BODY
@@ -843,5 +850,5 @@ def test_failed_stream_ends_with_response_failed(answer: Written, num_events, fa
     response = events[-1]["response"]
     assert response["status"] == "failed" and response["incomplete_details"] is None
     assert response["error"] == {"code": code, "message": "it broke", "param": "input"}
-    with openai_client(Server(data)).responses.stream(model="quill", input="Hi") as opened:
-        assert list(opened)[-1].response.error.message == "it broke"
+    with openai_client(Server(data)).responses.stream(model="quill", input="Hi") as stream_events:
+        assert list(stream_events)[-1].response.error.message == "it broke"

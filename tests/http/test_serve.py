@@ -478,7 +478,9 @@ def test_pause_and_resume(server):
 @pytest.mark.parametrize("path", ["/pause", "/sleep?level=2"])
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_timeout_applies_while_engine_is_paused_or_asleep(server, path, is_streaming):
-    """A timed-out request ends with the tokens that it has, though the engine sleeps or is paused."""
+    """A timed-out request ends with the tokens that it has, though the engine sleeps or is
+    paused.
+    """
     server.script.step_seconds = 0.02
     answers = []
     body = {"prompt": "long", "max_tokens": 400, "timeout": 0.5, "stream": is_streaming}
@@ -655,8 +657,8 @@ def test_overlong_prompt_is_rejected_without_tokenizing_all_of_it(server, monkey
     assert send_request(server, "POST", "/v1/completions", {"prompt": text_of_words})[0] == 400
     assert lengths == [len(text_of_words)]
     lengths.clear()
-    counted = send_request(server, "POST", "/v1/messages/count_tokens", {"messages": messages})[2]
-    assert counted["input_tokens"] > 8 * max_len and lengths[0] > len(text)
+    count = send_request(server, "POST", "/v1/messages/count_tokens", {"messages": messages})[2]
+    assert count["input_tokens"] > 8 * max_len and lengths[0] > len(text)
 
 
 @pytest.mark.parametrize("num_repeats", [1, 10_000])
@@ -672,8 +674,8 @@ def test_truncation_side(server, num_repeats):
         "return_token_ids": True,
     }
 
-    def prompt_token_ids(**chosen) -> list[int]:
-        status, _, body = send_request(server, "POST", "/v1/completions", request | chosen)
+    def prompt_token_ids(**fields) -> list[int]:
+        status, _, body = send_request(server, "POST", "/v1/completions", request | fields)
         assert status == 200, body
         return body["choices"][0]["prompt_token_ids"]
 
@@ -696,7 +698,7 @@ def test_logprob_token_ids(server):
     }
     # the script's fixed logprobs
     requested_logprobs = {
-        f"token_id:{token}": -1.0 - place for place, token in enumerate(token_ids)
+        f"token_id:{token}": -1.0 - index for index, token in enumerate(token_ids)
     }
     content = post_chat(server, **request)[2]["choices"][0]["logprobs"]["content"]
     streamed = [
@@ -873,11 +875,11 @@ def test_per_request_metrics():
             ("/v1/chat/completions", messages),
             ("/v1/completions", {"prompt": "long", "max_tokens": 9}),
         ]:
-            began = time.monotonic()
+            start = time.monotonic()
             metrics = send_request(state, "POST", path, request)[2]["metrics"]
             streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
             *chunks, last = parse_events(send_request(state, "POST", path, streamed)[2])
-            elapsed_ms = (time.monotonic() - began) * 1000
+            elapsed_ms = (time.monotonic() - start) * 1000
             assert not any("metrics" in chunk for chunk in chunks)
             for answer_metrics in (metrics, last["metrics"]):
                 prefill_ms = answer_metrics["time_to_first_token_ms"]

@@ -40,13 +40,20 @@ def make_client(server: Any, key: str = "one") -> openai.OpenAI:
 
 
 @contextmanager
-def running_server(folder: Path | None, **chosen: Any) -> Iterator[tuple[Any, openai.OpenAI]]:
+def running_server(
+    folder: Path | None, **server_settings: Any
+) -> Iterator[tuple[Any, openai.OpenAI]]:
     """(a server that stores its state in a folder, a client of it); the server stops immediately at
     the end.
     """
     state_dir = None if folder is None else str(folder)
-    chosen = {"api_keys": ("one", "two"), "shutdown_grace": 0.0, "state_dir": state_dir, **chosen}
-    with scripted_server(FORMATS, **chosen) as server, make_client(server) as client:
+    server_settings = {
+        "api_keys": ("one", "two"),
+        "shutdown_grace": 0.0,
+        "state_dir": state_dir,
+        **server_settings,
+    }
+    with scripted_server(FORMATS, **server_settings) as server, make_client(server) as client:
         yield server, client
 
 
@@ -156,7 +163,9 @@ def test_background_response_of_a_busy_server_fails_after_a_restart(tmp_path):
 
 
 def test_failed_write_of_a_batch_keeps_the_counts_of_other_threads():
-    """The last result does not fit; results written by other threads in the meantime stay counted."""
+    """The last result does not fit; results written by other threads in the meantime stay
+    counted.
+    """
     with running_server(None, max_file_bytes=1000) as (server, _):
         batches = server.service.batches
         batch = Batch("batch_1", None, "kind", "file-1", total=4)
@@ -164,13 +173,13 @@ def test_failed_write_of_a_batch_keeps_the_counts_of_other_threads():
             None, iter, lambda batch, line, outcome: Result("output_file_id", outcome.body), "p", ()
         )
         error = RequestError("body", "is not read here")
-        small = [(BatchLine(1, "a", error), Outcome("succeeded", b"x"))]
-        large = [(BatchLine(2, "b", error), Outcome("succeeded", b"x" * 2000))]
+        small_results = [(BatchLine(1, "a", error), Outcome("succeeded", b"x"))]
+        large_results = [(BatchLine(2, "b", error), Outcome("succeeded", b"x" * 2000))]
         with ThreadPoolExecutor(1) as pool:
             with batches.storage.lock:
-                failing = pool.submit(batches.write, batch, large)
+                failing = pool.submit(batches.write, batch, large_results)
                 time.sleep(0.05)  # the other thread waits for the lock
-                batches.write(batch, small)
+                batches.write(batch, small_results)
             with pytest.raises(HttpError, match="max-file-bytes"):
                 failing.result()
         assert batch.counts == {"succeeded": 1} and len(batch.files) == 1
@@ -185,11 +194,11 @@ def test_cancelled_batch_ends_after_restart(tmp_path):
         files = stored_files(server)
         stored = server.service.batches.storage
         entry = stored.get(
-            place := EntryKey(
+            entry_key := EntryKey(
                 server.service.batches.get(running_tenant(server), name).key, "batch", name
             )
         )
-        stored.put(place, entry | {"status": "cancelling"})
+        stored.put(entry_key, entry | {"status": "cancelling"})
         server.service.batches.save = lambda batch: None  # simulates a kill at this point
         server.script.hold.set()
     with running_server(tmp_path, api_keys=("two",)) as (server, client):
@@ -201,7 +210,7 @@ def test_cancelled_batch_ends_after_restart(tmp_path):
 
 
 def stored_files(server: Any) -> set[str]:
-    return {place.id for place, _ in server.service.storage.entries(["file"])}
+    return {entry_key.id for entry_key, _ in server.service.storage.entries(["file"])}
 
 
 def running_tenant(server: Any) -> str:
@@ -251,7 +260,7 @@ def test_waiting_batches_hold_no_requests_in_memory():
         until(lambda: file_id not in stored_files(server))
 
 
-def storage_failed(place: EntryKey) -> None:
+def storage_failed(entry_key: EntryKey) -> None:
     raise StorageFailed("the disk is full")
 
 

@@ -547,7 +547,9 @@ def test_conversations(client, server):
 
 @shows("openai", "responses.create(conversation=...)")
 def test_response_in_conversation_appends_its_items(client):
-    """A response continues the conversation; its input and output become items of the conversation."""
+    """A response continues the conversation; its input and output become items of the
+    conversation.
+    """
     initial_items = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi"}]
     conversation = client.conversations.create(items=initial_items)
     request_fields = {

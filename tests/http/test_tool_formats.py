@@ -198,7 +198,7 @@ TYPES_SCHEMA = {
     },
     "$defs": {"map": {"type": "object"}},
 }
-TYPED_VALUES = [  # property, text, JSON
+TYPED_VALUES = [  # (property, text, JSON)
     ("text", "123", '"123"'),
     ("text", "null", '"null"'),
     ("text", ' {"a": 1}', '" {\\"a\\": 1}"'),
@@ -244,7 +244,7 @@ def test_tagged_values_get_the_schema_type(key, text, json_value):
     )
 
 
-MALFORMED_ANSWERS = [  # parser, answer; text, calls
+MALFORMED_ANSWERS = [  # (parser, answer, content, calls)
     ("qwen3_coder", "<tool_call>no</tool_call> x", "<tool_call>no</tool_call> x", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\nhm", "<tool_call>\n<function=f>\nhm", []),
     (
@@ -355,7 +355,7 @@ def test_kimi_call_ids_come_from_the_model():
     ]
 
 
-REASONING_ANSWERS = [  # parser, whether the prompt opens reasoning, answer; reasoning, content
+REASONING_ANSWERS = [  # (parser, whether the prompt opens reasoning, answer, reasoning, content)
     ("qwen3", None, "<think>\na\n</think>\n\nb", "a", "b"),
     ("qwen3", True, "a\n</think>\n\nb", "a", "b"),
     ("qwen3", False, "b", "", "b"),

@@ -78,9 +78,9 @@ def check_calls(client, template: str, choice, **fields) -> list[tuple[str, str]
 @pytest.mark.slow
 def test_forced_calls_follow_the_template_format(client, name):
     template = TEMPLATE % (CALL_MARKERS[name], "")
-    named = {"type": "function", "function": {"name": "find_trains"}}
+    named_choice = {"type": "function", "function": {"name": "find_trains"}}
     for choice, fields in (
-        (named, {}),
+        (named_choice, {}),
         ("required", {}),
         ("required", {"parallel_tool_calls": False}),
     ):
@@ -132,8 +132,8 @@ def test_unsupported_tool_schema_is_rejected_only_if_strict(client, call_marker)
     """A strict schema is rejected with the request field's name; without `strict` the arguments are
     any object, for `auto` and `required` alike.
     """
-    named = {"type": "function", "function": {"name": "find_trains"}}
-    for choice in ("required", named, *(["auto"] if call_marker else [])):
+    named_choice = {"type": "function", "function": {"name": "find_trains"}}
+    for choice in ("required", named_choice, *(["auto"] if call_marker else [])):
         assert complete_with_schema(
             client, UNSUPPORTED_SCHEMA, choice, call_marker=call_marker
         ).message

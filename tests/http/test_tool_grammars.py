@@ -111,13 +111,13 @@ def random_answer(
     for count in range(4000):
         if matcher.is_accepting() and (random.random() < end_probability or count > 300):
             return written.decode()
-        allowed = np.flatnonzero(
+        allowed_tokens = np.flatnonzero(
             np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: len(tokens.tokens)]
         )
-        if not len(allowed):
+        if not len(allowed_tokens):
             return written.decode() if matcher.is_accepting() else None
-        piece_tokens = [i for i in allowed if i > 255]
-        printable_tokens = [i for i in allowed if 32 <= i < 127] or list(allowed)
+        piece_tokens = [i for i in allowed_tokens if i > 255]
+        printable_tokens = [i for i in allowed_tokens if 32 <= i < 127] or list(allowed_tokens)
         token = (
             random.choice(piece_tokens)
             if piece_tokens and (random.random() < 0.5 or count > 300)
@@ -233,7 +233,7 @@ def test_strict_calls_in_free_text(name, special):
     matcher, tokens = make_matcher(FORMS[name], TOOLS, special, None, False, "any")
     make = partial(parsing.make_parser, name.partition(",")[0], None, TOOLS)
     for i in range(cases(30)):
-        trial = matcher.deep_copy()
+        matcher_copy = matcher.deep_copy()
         start = f"Hm. {FORMS[name].head[0]}" * (i % 3 > 0)
         while written := start:  # token by token, longest marks first
             token = next(
@@ -241,9 +241,9 @@ def test_strict_calls_in_free_text(name, special):
                 for i in reversed(range(len(tokens.tokens)))
                 if written.encode().startswith(tokens.tokens[i])
             )
-            assert trial.consume_token(token)
+            assert matcher_copy.consume_token(token)
             start = start.encode()[len(tokens.tokens[token]) :].decode()
-        text = random_answer(random, trial, tokens, 0.02)
+        text = random_answer(random, matcher_copy, tokens, 0.02)
         if text is None:
             continue
         text = f"Hm. {FORMS[name].head[0]}" * (i % 3 > 0) + text
@@ -254,8 +254,11 @@ def test_strict_calls_in_free_text(name, special):
         assert FORMS[name].head[0] not in text or calls
     assert num_calls
     for free in ("Hello, <b>world</b>! {}", "a < b\n"):
-        trial = matcher.deep_copy()
-        assert all(trial.consume_token(byte) for byte in free.encode()) and trial.is_accepting()
+        matcher_copy = matcher.deep_copy()
+        assert (
+            all(matcher_copy.consume_token(byte) for byte in free.encode())
+            and matcher_copy.is_accepting()
+        )
 
 
 INEXPRESSIBLE: dict[str, Any] = {

@@ -95,12 +95,12 @@ def test_prefix_routing_prefers_longest_cached_prefix():
 
 def test_round_robin_routing():
     affinity = Affinity("round-robin")
-    chosen = []
+    chosen_replicas = []
     for _ in range(9):
         best = affinity.order(body_prefix([], chat_body(*LONG_TURNS)), dict.fromkeys("abc", 0))[0]
         affinity.record_sent((), best)
-        chosen.append(best)
-    assert chosen == [*"abcabcabc"]
+        chosen_replicas.append(best)
+    assert chosen_replicas == [*"abcabcabc"]
 
 
 def test_remembered_prefixes_are_bounded(monkeypatch):
@@ -124,7 +124,7 @@ def simulate_routing(routing: str, seed: int, replicas: int = 4) -> tuple[float,
     conversations = [["s" * 2000] for _ in range(40)]
     popular_prompt = [str(rng.random()) * 300]
     num_hits = num_prefixes = worst_imbalance = 0
-    answered: Counter = Counter()
+    num_answered: Counter = Counter()
     for step in range(2000):
         open_ = [(end, name) for end, name in open_ if end > step]
         loads = dict.fromkeys(caches, 0) | Counter(name for _, name in open_)
@@ -141,17 +141,17 @@ def simulate_routing(routing: str, seed: int, replicas: int = 4) -> tuple[float,
         num_prefixes = num_prefixes + len(prefix)
         caches[best].update(prefix)
         worst_imbalance = max(worst_imbalance, loads[best] - load_limit(min(loads.values())))
-        answered[best] += 1
+        num_answered[best] += 1
         open_.append((step + rng.expovariate(1 / 20), best))
-    return num_hits / num_prefixes, worst_imbalance, answered
+    return num_hits / num_prefixes, worst_imbalance, num_answered
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_prefix_routing_raises_hit_rate_within_load_limit(seed):
-    prefix_hit_rate, worst_imbalance, answered = simulate_routing("prefix", seed)
+    prefix_hit_rate, worst_imbalance, num_answered = simulate_routing("prefix", seed)
     round_robin_hit_rate, _, _ = simulate_routing("round-robin", seed)
     assert prefix_hit_rate > round_robin_hit_rate + 0.1
-    assert worst_imbalance <= 0 and min(answered.values()) > 2000 / 4 / 2
+    assert worst_imbalance <= 0 and min(num_answered.values()) > 2000 / 4 / 2
 
 
 @pytest.mark.parametrize("min_load", range(40))

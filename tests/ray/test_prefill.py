@@ -39,7 +39,7 @@ KINDS = [
 ]
 
 
-def start_llm(folder, **chosen) -> AsyncLLM:
+def start_llm(folder, **overrides) -> AsyncLLM:
     options = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -50,7 +50,7 @@ def start_llm(folder, **chosen) -> AsyncLLM:
         "kv_cache_memory_bytes": 32 << 20,
         "kv_cache_host_bytes": 32 << 20,
     }
-    return AsyncLLM(str(folder), **options | chosen)
+    return AsyncLLM(str(folder), **options | overrides)
 
 
 def random_requests(rng: random.Random, count: int) -> list[Ask]:
@@ -123,9 +123,9 @@ def test_disaggregated_prefill_equals_one_engine(kind, tmp_path):
             for ask in requests[:4]:  # one at a time: pages that were handed over count as cached
                 await writer.reset_prefix_cache()
                 [output] = await generate_outputs(disaggregated, [ask])
-                full = (len(ask.tokens) - 1) // PAGE * PAGE
+                num_full_page_tokens = (len(ask.tokens) - 1) // PAGE * PAGE
                 assert (
-                    output.num_cached_tokens >= full
+                    output.num_cached_tokens >= num_full_page_tokens
                     or len(ask.tokens) <= (MIN_MISSING_PAGES + 1) * PAGE
                 )
             for output, expected_output in zip(
@@ -224,7 +224,7 @@ def test_failed_prefill_falls_back_to_the_writer(llm_pair, caplog):
 @pytest.mark.parametrize(
     ("tokens", "params", "pooling"),
     [
-        (PROMPT[: MIN_MISSING_PAGES * PAGE], GREEDY, None),  # too short
+        (PROMPT[: MIN_MISSING_PAGES * PAGE], GREEDY, None),  # too short to be worth a handover
         (PROMPT, replace(GREEDY, prompt_logprobs=0), None),  # needs the logits of every position
         (PROMPT, GREEDY, "mean"),
     ],

@@ -122,7 +122,7 @@ class FrontClient:
         )
         return output.outputs[0].text
 
-    def check_answers_during(self, random_bodies: list[dict[str, Any]], during: Any) -> None:
+    def check_answers_during(self, bodies: list[dict[str, Any]], during: Any) -> None:
         """Send the bodies with eight concurrent clients during an event; check every text."""
         started = threading.Semaphore(0)
 
@@ -131,12 +131,12 @@ class FrontClient:
             return self.complete(item[1], is_streaming=item[0] % 3 > 0)
 
         with ThreadPoolExecutor(8) as threads:
-            answers = threads.map(complete, enumerate(random_bodies))
+            answers = threads.map(complete, enumerate(bodies))
             for _ in range(8):
                 started.acquire()
             during()
             texts = list(answers)
-        for body, text in zip(random_bodies, texts, strict=True):
+        for body, text in zip(bodies, texts, strict=True):
             assert text == self.expected_text(body), body
 
 

@@ -62,14 +62,16 @@ def check_scores(llm: LLM, golden_case: Golden) -> None:
     """Compare the logprobs of a prompt's tokens with the golden logits of transformers."""
     tokens = golden_case.prompts[0] + golden_case.tokens[0]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    scores = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0].prompt_logprobs
+    completion_logprobs = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[
+        0
+    ].prompt_logprobs
     rows = [position for position in POSITIONS if position < len(tokens)]
     for row, logits in zip(rows, golden_case.logits.astype(np.float64), strict=True):
         if row + 1 < len(tokens):
             expected_logprob = (
                 logits[tokens[row + 1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
             )
-            assert scores[row + 1][tokens[row + 1]].logprob == pytest.approx(
+            assert completion_logprobs[row + 1][tokens[row + 1]].logprob == pytest.approx(
                 expected_logprob, abs=2 * TOLERANCE
             )
 
@@ -262,11 +264,11 @@ def test_sharded_weights_need_memory_of_two_layers(golden):
     for context_sharded in (False, True):
         placement = Placement(mesh, context_sharded)
 
-        def struct(location, spec):
+        def abstract_array(location, spec):
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=location.sharding(spec))
 
         specs = abstract(config)
-        weights = jax.tree.map(struct, placement.location_per_leaf(config, specs), specs)
+        weights = jax.tree.map(abstract_array, placement.location_per_leaf(config, specs), specs)
         pipeline = Pipeline(config, mesh)
         layout = min(
             BatchBuilder(StepShape.largest(4, 32, 16).with_cache(1, 16, 64)).layouts.items()
@@ -337,7 +339,10 @@ def test_data_parallel_outputs(sizes, golden):
         ):
             assert completion.token_ids == expected_completion.token_ids
             np.testing.assert_allclose(
-                scores(completion), scores(expected_completion), rtol=0, atol=2e-5
+                completion_logprobs(completion),
+                completion_logprobs(expected_completion),
+                rtol=0,
+                atol=2e-5,
             )
     expected = make_llm(golden_case.folder, **options).generate(prompts, params, use_tqdm=False)
     for output, expected_output in zip(outputs, expected, strict=True):
@@ -352,7 +357,7 @@ def test_data_parallel_outputs(sizes, golden):
             )
 
 
-def scores(output) -> list[list[float]]:
+def completion_logprobs(output) -> list[list[float]]:
     return [[entry.logprob for entry in step.values()] for step in output.logprobs]
 
 

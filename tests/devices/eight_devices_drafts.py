@@ -188,25 +188,25 @@ def test_drafter_weights_and_pages_are_sharded():
     runner = llm.engine.runner
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
 
-    def answer():
+    def generate_scores():
         return [
             (x.token_ids, x.logprobs) for x in llm.generate(["Once upon a time"], params)[0].outputs
         ]
 
-    def check():
+    def check_shards():
         leaves = jax.tree.leaves(runner.weights.drafter)
         local = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
         assert local < 0.55 * sum(leaf.size for leaf in leaves)
         drafter_pages = runner.state.pages[len(runner.config.layers)]
         assert drafter_pages.k_PSKH.addressable_shards[0].data.shape[1] == runner.page_size // 2
 
-    expected = answer()
+    expected = generate_scores()
     for level, keep in product((1, 2), (True, False)):
-        check()
+        check_shards()
         llm.sleep(level, keep_pages=keep)
         llm.wake_up()
-        assert answer() == expected
-    check()
+        assert generate_scores() == expected
+    check_shards()
     assert llm.engine.speculator.counts.accepted[0] > 0 and runner.compiles.recompiles == 0
 
 

@@ -90,12 +90,12 @@ def single_device_outputs(golden):
     """The outputs of one device that uses XLA's matrix products, as a mesh does."""
 
     @lru_cache
-    def answers(name: str, quantization: str) -> list[CompletionOutput]:
+    def compute_outputs(name: str, quantization: str) -> list[CompletionOutput]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "serves", lambda: False)
             return generate(make_llm(golden(name), quantization), golden(name))
 
-    return answers
+    return compute_outputs
 
 
 MESHES = [
@@ -163,20 +163,20 @@ def test_quantized_expert_mix(name, sizes):
     specs = moe_spec(config, moe)
     mesh = make_mesh(**sizes)
 
-    def vary(array):  # reveals an expert or column with another's scale
+    def vary_scales(array):  # reveals an expert or column with another's scale
         return (
             array * rng.uniform(0.1, 1, array.shape).astype(array.dtype)
             if array.dtype.kind == "f"
             else array
         )
 
-    weights = jax.tree.map(lambda array: vary(np.asarray(array)), random_arrays(specs))
+    weights = jax.tree.map(lambda array: vary_scales(np.asarray(array)), random_arrays(specs))
     x_TD = jnp.asarray(rng.standard_normal((40, 32)), jnp.float32)
 
-    def mixed(weights, x_TD, axes=ONE_DEVICE):
+    def mix_experts(weights, x_TD, axes=ONE_DEVICE):
         return decoder.mix(moe, weights, x_TD, x_TD, jnp.arange(40) % 7 != 2, axes)[0]
 
-    expected = np.asarray(jax.jit(mixed)(weights, x_TD), np.float32)
+    expected = np.asarray(jax.jit(mix_experts)(weights, x_TD), np.float32)
     shardings = jax.tree.map(lambda spec: sharding(spec, mesh), specs)
     sharded_weights = jax.tree.map(
         lambda spec, array, sharding_: local_shards.shard(array, spec, mesh, sharding_),
@@ -186,7 +186,7 @@ def test_quantized_expert_mix(name, sizes):
     )
     in_specs = (jax.tree.map(lambda sharding_: sharding_.spec, shardings), P())
     run = jax.shard_map(
-        partial(mixed, axes=device_axes(mesh)),
+        partial(mix_experts, axes=device_axes(mesh)),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=P(),

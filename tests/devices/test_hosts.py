@@ -214,7 +214,7 @@ class TwoProcessServer:
             ) + self.log_text(1)
             time.sleep(0.1)
 
-    def message(self, index: int) -> str:
+    def log_text(self, index: int) -> str:
         return self.logs[index].read_text()
 
     def complete(self, **body) -> tuple[int, dict]:
@@ -345,27 +345,27 @@ def test_foreign_connections_do_not_disturb_rendezvous(folder):
     host, port = rendezvous.split_address(options[0].coordinator_address)
     connections: dict[int, connection.HostConnection] = {}
 
-    def come(index: int) -> None:
+    def connect_process(index: int) -> None:
         connections[index] = rendezvous.connect_to_leader(
             host, port, options[index], {"a": 1}, print
         )
 
-    def knock() -> None:
+    def send_foreign_request() -> None:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection((host, port)) as sock:
                 sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 return
 
-    stranger = threading.Thread(target=knock)
-    stranger.start()
-    follower_threads = [threading.Thread(target=come, args=(index,)) for index in (1, 2)]
+    foreign_thread = threading.Thread(target=send_foreign_request)
+    foreign_thread.start()
+    follower_threads = [threading.Thread(target=connect_process, args=(index,)) for index in (1, 2)]
     for thread in follower_threads[:1]:
         thread.start()
     delayed_start = threading.Timer(0.5, follower_threads[1].start)
     delayed_start.start()
     accepted = rendezvous.accept_processes(host, port, options[0], {"a": 1}, print)
-    for thread in (stranger, delayed_start, *follower_threads):
+    for thread in (foreign_thread, delayed_start, *follower_threads):
         thread.join()
     assert sorted(accepted) == sorted(connections) == [1, 2]
     for host_connection in (*accepted.values(), *connections.values()):

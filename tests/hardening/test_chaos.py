@@ -198,15 +198,15 @@ def test_disconnections_full_queue_and_failed_steps(server, caplog):
         "preempted",
     }
 
-    def missing() -> set[str]:
+    def missing_outcomes() -> set[str]:
         preempted = ["preempted"] * bool(metrics.values()["vllm:num_preemptions_total"])
         return expected_outcomes - {*outcomes, *failures, *preempted}
 
-    asyncio.run(run_clients(server, outcomes, lambda: not missing()))
+    asyncio.run(run_clients(server, outcomes, lambda: not missing_outcomes()))
     restore()
     check_accounting(server)
     assert sum(metrics.ends.values()) > SECONDS  # requests were finished
-    assert not missing(), outcomes
+    assert not missing_outcomes(), outcomes
     print(dict(outcomes), dict(metrics.ends))
 
 

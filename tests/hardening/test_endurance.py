@@ -91,7 +91,7 @@ def test_finished_requests_leak_no_memory(engine):
     rng = random.Random(1)
     count = 0
 
-    def serve(requests: int) -> int:
+    def serve_requests(requests: int) -> int:
         nonlocal count
         for _ in range(requests // 50):
             for _ in range(50):
@@ -107,8 +107,8 @@ def test_finished_requests_leak_no_memory(engine):
 
     tracemalloc.start()
     try:
-        bytes_before = serve(cases(2_000))
-        bytes_after = serve(cases(18_000))
+        bytes_before = serve_requests(cases(2_000))
+        bytes_after = serve_requests(cases(18_000))
     finally:
         tracemalloc.stop()
     assert (bytes_after - bytes_before) / cases(

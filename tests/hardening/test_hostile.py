@@ -868,7 +868,7 @@ def test_errors_leak_no_internals_or_prompts(server, client, monkeypatch, caplog
         assert 400 <= status < 500, (path, body, status)
         check_no_leak(status, headers, raw)
 
-    def broken(*_: object) -> None:
+    def raise_secret_error(*_: object) -> None:
         raise RuntimeError(SECRET)
 
     for path in BODIES:  # server errors: before the engine, and in it
@@ -881,7 +881,7 @@ def test_errors_leak_no_internals_or_prompts(server, client, monkeypatch, caplog
             (server.engine.runner, "collect"),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(owner, name, broken)
+                patch.setattr(owner, name, raise_secret_error)
                 status, headers, raw = client.ask("POST", path, told(path, MARKER) | labels)
             assert status in (GOOD[path], 500, 503), (path, name, status)
             check_no_leak(status, headers, raw if status != 200 else b"")
@@ -892,11 +892,14 @@ def test_errors_leak_no_internals_or_prompts(server, client, monkeypatch, caplog
 
 @pytest.mark.parametrize("kind", [ModelError, OSError, RuntimeError])
 def test_model_load_failure_leaks_nothing(caplog, kind):
-    def broken() -> None:
+    def raise_secret_error() -> None:
         raise kind(SECRET)
 
     engine, _ = scripted(scripted_answer)
-    with served(model_of(engine), Model(("second",), broken)) as state, Client(state.url) as client:
+    with (
+        served(model_of(engine), Model(("second",), raise_secret_error)) as state,
+        Client(state.url) as client,
+    ):
         for path in ("/v1/completions", "/tokenize", "/v1/embeddings"):
             for _ in range(2):
                 status, headers, raw = client.ask("POST", path, BODIES[path] | {"model": "second"})
@@ -1167,13 +1170,13 @@ def test_hostile_templates_and_schemas_do_not_block_other_requests(server, clien
     ]
     replies: list[int] = []
 
-    def attack(fields: dict[str, Any]) -> None:
+    def send_attack(fields: dict[str, Any]) -> None:
         with Client(server.url, timeout=300) as other_client:
             replies.append(
                 other_client.post("/v1/chat/completions", {"messages": TURN, **fields})[0]
             )
 
-    threads = [threading.Thread(target=attack, args=(fields,)) for fields in attacks]
+    threads = [threading.Thread(target=send_attack, args=(fields,)) for fields in attacks]
     for thread in threads:
         thread.start()
     time.sleep(0.2)

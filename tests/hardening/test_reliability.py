@@ -79,7 +79,7 @@ def stream(
         return client.events(path, body)
 
 
-def until(condition: Any, seconds: float = 60.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -152,7 +152,7 @@ def test_many_bad_requests_do_not_disturb_streams(bundled):
     lock = threading.Lock()
     num_overlapping = 0
 
-    def crowd(number: int) -> None:
+    def send_bad_requests(number: int) -> None:
         nonlocal num_overlapping
         with Client(bundled.url, timeout=300) as client:
             for _ in range(cases(100)):
@@ -165,7 +165,7 @@ def test_many_bad_requests_do_not_disturb_streams(bundled):
                 with lock:
                     counts[status] += 1
 
-    bad_clients = [run_in_thread(crowd, number) for number in range(7)]
+    bad_clients = [run_in_thread(send_bad_requests, number) for number in range(7)]
     for running in (*bad_clients, *streams):
         running.thread.join()
     assert counts == {400: 7 * cases(100), 200: 0, 500: 0}
@@ -193,7 +193,7 @@ def test_prompt_larger_than_the_cache_is_rejected():
             run_in_thread(stream, state.url, {"prompt": f"long {i}", "max_tokens": 60})
             for i in range(4)
         ]
-        until(lambda: engine.scheduler.running)
+        wait_until(lambda: engine.scheduler.running)
         rejection_seconds = []
         with Client(state.url) as client:
             for tokens in ([5] * 1008, [5] * 1000, [5] * (pages * 16)):
@@ -231,7 +231,7 @@ def fail_at_call(engine: Any, name: str, step: int) -> SimpleNamespace:
     original = getattr(engine.runner, name)
     state = SimpleNamespace(calls=0, at=0.0)
 
-    def call(*arguments: Any) -> Any:
+    def call_or_fail(*arguments: Any) -> Any:
         state.calls += 1
         if state.calls == step:
             state.at = time.monotonic()
@@ -239,7 +239,7 @@ def fail_at_call(engine: Any, name: str, step: int) -> SimpleNamespace:
             raise RuntimeError("the device is not well")
         return original(*arguments)
 
-    setattr(engine.runner, name, call)
+    setattr(engine.runner, name, call_or_fail)
     return state
 
 
@@ -299,7 +299,7 @@ def test_engine_failure_ends_all_requests(server, monkeypatch):
     complete_request = run_in_thread(
         post, server.url, "/v1/completions", {"prompt": "long", "max_tokens": 250}
     )
-    until(lambda: len(server.engine.scheduler.running) == 5)
+    wait_until(lambda: len(server.engine.scheduler.running) == 5)
     start = time.monotonic()
     monkeypatch.setattr(server.engine.scheduler, "schedule", lambda: 1 / 0)
     for running in (*streams, complete_request):
@@ -326,7 +326,7 @@ def test_lost_device_ends_the_process(server, monkeypatch, caplog):
     streams = [
         run_in_thread(stream, server.url, {"prompt": "long", "max_tokens": 250}) for _ in range(2)
     ]
-    until(lambda: len(server.engine.scheduler.running) == 2)
+    wait_until(lambda: len(server.engine.scheduler.running) == 2)
 
     def raise_device_lost() -> None:
         raise DeviceLost("the device is lost: CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -365,7 +365,7 @@ def test_failed_state_reset_raises_device_lost():
 # -------------------------------------------------------------------------------------------------
 
 
-def health(url: str) -> int:
+def health_status(url: str) -> int:
     with Client(url) as client:
         return client.ask("GET", "/health")[0]
 
@@ -381,11 +381,11 @@ def test_hanging_step_fails_requests_and_recovers(server):
     complete_request = run_in_thread(
         post, server.url, "/v1/completions", {"prompt": "long", "max_tokens": 250}
     )
-    until(lambda: len(server.engine.scheduler.running) == 5)
+    wait_until(lambda: len(server.engine.scheduler.running) == 5)
     server.script.hold.clear()
     start = time.monotonic()
     try:
-        assert health(server.url) == 200
+        assert health_status(server.url) == 200
         for running in (*streams, complete_request):
             running.thread.join()
         stall_seconds = time.monotonic() - start
@@ -398,7 +398,7 @@ def test_hanging_step_fails_requests_and_recovers(server):
                 event["choices"][0]["finish_reason"] is None for _, event in running.value[:-2]
             )
         assert complete_request.value[0] == 503 and 0.9 < stall_seconds < 20
-        assert health(server.url) == 503
+        assert health_status(server.url) == 503
         request_start = time.monotonic()
         assert post(server.url, "/v1/completions", BODIES["/v1/completions"])[0] == 503
         # requests during the stall fail without waiting one by one
@@ -410,7 +410,7 @@ def test_hanging_step_fails_requests_and_recovers(server):
         server.script.hold.set()
     resumed_at = time.monotonic()
     steps = server.script.steps
-    until(lambda: health(server.url) == 200)
+    wait_until(lambda: health_status(server.url) == 200)
     recovery_seconds = time.monotonic() - resumed_at
     server.canary.sings()
     settled(server.engine)
@@ -433,7 +433,7 @@ def test_slow_steps_do_not_count_as_hanging(server):
     try:
         end = time.monotonic() + 4
         while time.monotonic() < end:
-            health_statuses.add(health(server.url))
+            health_statuses.add(health_status(server.url))
             time.sleep(0.05)
     finally:
         server.script.step_seconds = 0.0
@@ -441,7 +441,7 @@ def test_slow_steps_do_not_count_as_hanging(server):
             running.thread.join()
     assert health_statuses == {200}
     time.sleep(1.3)
-    assert health(server.url) == 200  # idle is not hanging either
+    assert health_status(server.url) == 200  # idle is not hanging either
     assert all(
         running.value[-1][1] == "[DONE]" and "error" not in running.value[-2][1]
         for running in streams
@@ -456,14 +456,14 @@ def produce_nan(server) -> None:
     """Mark the next sampled row as not a number."""
     original = server.engine.runner.collect
 
-    def collect(step: Any) -> Any:
+    def collect_nan(step: Any) -> Any:
         server.engine.runner.collect = original
         result = original(step)
         return result._replace(
             outputs=[output._replace(failure=BROKEN) for output in result.outputs]
         )
 
-    server.engine.runner.collect = collect
+    server.engine.runner.collect = collect_nan
 
 
 def raise_in_next_step(server) -> None:
@@ -530,7 +530,7 @@ def test_every_stream_has_one_final_event(
     running = run_in_thread(stream, server.url, body, path)
     cause_time = 0.0
     if cause_failure is not None:
-        until(lambda: server.engine.scheduler.running)
+        wait_until(lambda: server.engine.scheduler.running)
         cause_time = time.monotonic()
         cause_failure(server)
     running.thread.join()
@@ -647,7 +647,7 @@ def test_request_ids_in_use_are_rejected_and_freed_at_the_end(server):
     body = {"prompt": "long", "max_tokens": 100, "request_id": "mine"}
     for cause_failure in (None, raise_in_next_step, produce_nan):
         running = run_in_thread(stream, server.url, body)
-        until(lambda: server.engine.scheduler.running)
+        wait_until(lambda: server.engine.scheduler.running)
         status, refusal = post(server.url, "/v1/completions", body)
         assert status == 400 and refusal["error"]["param"] == "request_id"
         if cause_failure is not None:

@@ -278,11 +278,11 @@ def test_concurrent_async_requests(server):
         async with client.messages.stream(**request) as stream:
             return await stream.get_final_text()
 
-    async def all_of_them() -> list[str]:
+    async def answer_all() -> list[str]:
         async with make_client(server, AsyncAnthropic) as client:
             return await asyncio.gather(*(answer_request(client, number) for number in range(24)))
 
-    assert asyncio.run(all_of_them()) == [said(f"number {number}") for number in range(24)]
+    assert asyncio.run(answer_all()) == [said(f"number {number}") for number in range(24)]
     frees_all(server)
 
 
@@ -374,7 +374,7 @@ def test_client_retries_server_errors(server):
 def test_disconnected_clients_abort_their_requests(server):
     """The server frees a request's resources long before its answer would have ended."""
 
-    async def cancelled() -> None:
+    async def cancel_request() -> None:
         async with make_client(server, AsyncAnthropic) as client:
             task = asyncio.create_task(
                 client.messages.create(**message_request("count", max_tokens=900))
@@ -403,7 +403,7 @@ def test_disconnected_clients_abort_their_requests(server):
             stream.close()
             until(lambda: not server.engine.requests)
             assert server.script.steps - steps < 100
-        asyncio.run(cancelled())
+        asyncio.run(cancel_request())
         steps = server.script.steps
         until(lambda: not server.engine.requests)
         assert server.script.steps - steps < 100
@@ -473,7 +473,7 @@ def test_cache_usage_of_a_repeated_prompt(bundled_client):
 def test_sampling_fields(bundled_client):
     """Fields that make the bundled model deterministic, and seeds."""
 
-    def text(prompt: str, fields: dict[str, Any], **request_fields: Any) -> str:
+    def answer_text(prompt: str, fields: dict[str, Any], **request_fields: Any) -> str:
         return message_text(
             bundled_client.messages.create(
                 **message_request(prompt, max_tokens=25, extra_body=fields, **request_fields)
@@ -481,9 +481,9 @@ def test_sampling_fields(bundled_client):
         )
 
     for fields in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0.01}):
-        assert text(SORT, fields) == SORTED
-    assert text(SORT, {"temperature": 0}, stop_sequences=["84"]) == "36 39 "
-    stories = [text("Tell me a story.", {"seed": seed}) for seed in (1, 1, 2)]
+        assert answer_text(SORT, fields) == SORTED
+    assert answer_text(SORT, {"temperature": 0}, stop_sequences=["84"]) == "36 39 "
+    stories = [answer_text("Tell me a story.", {"seed": seed}) for seed in (1, 1, 2)]
     assert stories[0] == stories[1] != stories[2]
 
 

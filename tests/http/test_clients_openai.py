@@ -400,11 +400,11 @@ def test_concurrent_async_requests(server):
             return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
         return (await client.responses.create(model="quill", input=messages)).output_text
 
-    async def all_of_them() -> list[str]:
+    async def answer_all() -> list[str]:
         async with make_client(server, AsyncOpenAI) as client:
             return await asyncio.gather(*(answer_request(client, number) for number in range(24)))
 
-    assert asyncio.run(all_of_them()) == [said(f"number {number}") for number in range(24)]
+    assert asyncio.run(answer_all()) == [said(f"number {number}") for number in range(24)]
     frees_all(server)
 
 
@@ -556,7 +556,7 @@ def test_client_timeout_aborts_request(server):
 def test_closed_stream_or_cancelled_task_aborts_request(server):
     """The request's pages are freed long before the answer would have ended."""
 
-    async def cancelled() -> None:
+    async def cancel_requests() -> None:
         async with make_client(server, AsyncOpenAI) as client:
 
             async def read() -> None:
@@ -597,7 +597,7 @@ def test_closed_stream_or_cancelled_task_aborts_request(server):
             stream.close()
             until(lambda: not server.engine.requests)
             steps[-1] = server.script.steps - steps[-1]
-        asyncio.run(cancelled())
+        asyncio.run(cancel_requests())
     finally:
         server.script.step_seconds = 0.0
     assert len(steps) == 3 and max(steps) < 100  # of 300: steps until the server notices
@@ -639,7 +639,7 @@ def complete_sort(client: Any, **fields: Any) -> Any:
 def test_seed_is_reproducible(bundled_client):
     """The same seed gives the same text in any batch; other seeds give other texts."""
 
-    def story(**fields: Any) -> list[str]:
+    def write_stories(**fields: Any) -> list[str]:
         completion = bundled_client.chat.completions.create(
             model="quill",
             messages=user_messages("Tell me a story about a violin."),
@@ -648,10 +648,21 @@ def test_seed_is_reproducible(bundled_client):
         )
         return [choice.message.content for choice in completion.choices]
 
-    reference = story(seed=1)
-    assert story(seed=1) == reference and story(seed=1, n=3)[:1] == reference
-    assert len(set(story(seed=1, n=3))) == 3
-    assert len({*reference, *story(seed=2), *story(seed=3), *story(), *story()}) == 5
+    reference = write_stories(seed=1)
+    assert write_stories(seed=1) == reference and write_stories(seed=1, n=3)[:1] == reference
+    assert len(set(write_stories(seed=1, n=3))) == 3
+    assert (
+        len(
+            {
+                *reference,
+                *write_stories(seed=2),
+                *write_stories(seed=3),
+                *write_stories(),
+                *write_stories(),
+            }
+        )
+        == 5
+    )
 
 
 @shows("openai", "logprobs, top_logprobs; the same streamed")
@@ -764,24 +775,24 @@ def test_n_and_best_of(bundled_client):
 def test_finish_and_stop_reasons(bundled_client):
     """`finish_reason` and `stop_reason` say how an answer ended."""
 
-    def end(**fields: Any) -> tuple[Any, ...]:
+    def finish(**fields: Any) -> tuple[Any, ...]:
         choice = complete_sort(bundled_client, **fields).choices[0]
         return choice.message.content, choice.finish_reason, choice.stop_reason
 
     tokens = (
         complete_sort(bundled_client, extra_body={"return_token_ids": True}).choices[0].token_ids
     )
-    assert end() == (SORTED, "stop", None)
-    assert end(stop=["84"]) == ("36 39 ", "stop", "84")
-    assert end(stop="84", extra_body={"include_stop_str_in_output": True}) == (
+    assert finish() == (SORTED, "stop", None)
+    assert finish(stop=["84"]) == ("36 39 ", "stop", "84")
+    assert finish(stop="84", extra_body={"include_stop_str_in_output": True}) == (
         "36 39 84",
         "stop",
         "84",
     )
-    assert end(extra_body={"stop_token_ids": [tokens[2]]})[1:] == ("stop", tokens[2])
-    assert end(max_tokens=2)[1] == end(max_completion_tokens=2)[1] == "length"
-    assert end(max_tokens=30, extra_body={"ignore_eos": True})[1] == "length"
-    assert len(end(max_tokens=40, extra_body={"min_tokens": 30})[0]) > len(SORTED)
+    assert finish(extra_body={"stop_token_ids": [tokens[2]]})[1:] == ("stop", tokens[2])
+    assert finish(max_tokens=2)[1] == finish(max_completion_tokens=2)[1] == "length"
+    assert finish(max_tokens=30, extra_body={"ignore_eos": True})[1] == "length"
+    assert len(finish(max_tokens=40, extra_body={"min_tokens": 30})[0]) > len(SORTED)
 
 
 @shows(
@@ -848,15 +859,15 @@ def test_sampling_fields(bundled_client):
 def test_cached_tokens_depend_on_cache_salt(bundled_client):
     """Full pages of an earlier prompt are reused, but not under another salt."""
 
-    def cached(**fields: Any) -> int:
+    def count_cached_tokens(**fields: Any) -> int:
         completion = bundled_client.chat.completions.create(
             model="quill", messages=user_messages(LIST), max_tokens=2, **fields
         )
         return completion.usage.prompt_tokens_details.cached_tokens
 
-    cached(extra_body={"cache_salt": "a"})
-    assert cached(extra_body={"cache_salt": "a"}) >= 16
-    assert cached(extra_body={"cache_salt": "b"}) == 0
+    count_cached_tokens(extra_body={"cache_salt": "a"})
+    assert count_cached_tokens(extra_body={"cache_salt": "a"}) >= 16
+    assert count_cached_tokens(extra_body={"cache_salt": "b"}) == 0
     response = bundled_client.responses.create(
         model="quill", input=LIST, extra_body={"cache_salt": "a"}
     )
@@ -938,7 +949,7 @@ def test_structured_outputs(bundled_client, is_streaming):
         "additionalProperties": False,
     }
 
-    def written(**fields: Any) -> str:
+    def complete_person(**fields: Any) -> str:
         completion = bundled_client.chat.completions.create(
             **PERSON_REQUEST | fields, stream=is_streaming, max_tokens=100
         )
@@ -946,21 +957,26 @@ def test_structured_outputs(bundled_client, is_streaming):
             return "".join(chunk.choices[0].delta.content or "" for chunk in completion)
         return completion.choices[0].message.content
 
-    assert json.loads(written(response_format={"type": "json_object"})) == FOUND
+    assert json.loads(complete_person(response_format={"type": "json_object"})) == FOUND
     strict = {
         "type": "json_schema",
         "json_schema": {"name": "place", "schema": schema, "strict": True},
     }
     for messages in (user_messages(PERSON), user_messages(SORT)):
-        place = json.loads(written(messages=messages, response_format=strict))
+        place = json.loads(complete_person(messages=messages, response_format=strict))
         assert (
             set(place) == {"age", "city"}
             and place["city"] in ("Rome", "Lagos")
             and place["age"] in range(3, 10)
         )
-    assert written(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in ("yes", "no")
-    assert written(extra_body={"structured_outputs": {"regex": "[a-c]{5}"}}).strip("abc") == ""
-    assert json.loads(written(extra_body={"structured_outputs": {"json": schema}}))["city"]
+    assert complete_person(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in (
+        "yes",
+        "no",
+    )
+    assert (
+        complete_person(extra_body={"structured_outputs": {"regex": "[a-c]{5}"}}).strip("abc") == ""
+    )
+    assert json.loads(complete_person(extra_body={"structured_outputs": {"json": schema}}))["city"]
     text = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
     assert json.loads(
         bundled_client.responses.create(model="quill", input=PERSON, text=text).output_text

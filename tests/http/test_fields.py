@@ -249,25 +249,32 @@ def test_terms_and_truncation(parse):
 
 @both_endpoints
 def test_response_format(parse):
-    def structure(**fields):
+    def structured_outputs_for(**fields):
         return parse(**fields).params.structured_outputs
 
-    assert structure() is None and structure(response_format={"type": "text"}) is None
-    assert structure(response_format={"type": "json_object"}) == {"json_object": True}
+    assert (
+        structured_outputs_for() is None
+        and structured_outputs_for(response_format={"type": "text"}) is None
+    )
+    assert structured_outputs_for(response_format={"type": "json_object"}) == {"json_object": True}
     tag = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
-    structured_outputs = structure(response_format={"type": "structural_tag", **tag})
+    structured_outputs = structured_outputs_for(response_format={"type": "structural_tag", **tag})
     assert (
         structured_outputs
         == SamplingParams(structured_outputs={"structural_tag": tag}).structured_outputs
     )
     json_schema = {"name": "place", "description": "Where?", "schema": SCHEMA, "strict": True}
-    structured_outputs = structure(
+    structured_outputs = structured_outputs_for(
         response_format={"type": "json_schema", "json_schema": json_schema}
     )
     assert json.loads(structured_outputs["json"]) == SCHEMA
-    assert structure(structured_outputs={"choice": ["a", "b"]}) == {"choice": ("a", "b")}
+    assert structured_outputs_for(structured_outputs={"choice": ["a", "b"]}) == {
+        "choice": ("a", "b")
+    }
     text = {"type": "text"}
-    assert structure(response_format=text, structured_outputs={"regex": "a"}) == {"regex": "a"}
+    assert structured_outputs_for(response_format=text, structured_outputs={"regex": "a"}) == {
+        "regex": "a"
+    }
 
 
 @pytest.mark.parametrize(

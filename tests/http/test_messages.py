@@ -310,19 +310,19 @@ def test_invalid_output_config_is_rejected():
 
 
 def test_thinking():
-    def options(**thinking) -> dict[str, Any]:
+    def template_options(**thinking) -> dict[str, Any]:
         return parse_request(thinking=thinking).template_options
 
     default_options = {"add_generation_prompt": True}
-    assert options(type="enabled", budget_tokens=1024) == default_options | {
+    assert template_options(type="enabled", budget_tokens=1024) == default_options | {
         "enable_thinking": True,
         "thinking_budget": 1024,
     }
-    assert options(type="enabled", display="summarized") == default_options | {
+    assert template_options(type="enabled", display="summarized") == default_options | {
         "enable_thinking": True
     }
-    assert options(type="disabled") == default_options | {"enable_thinking": False}
-    assert options(type="adaptive") == default_options
+    assert template_options(type="disabled") == default_options | {"enable_thinking": False}
+    assert template_options(type="adaptive") == default_options
     kwargs = {"enable_thinking": False}  # the more specific option wins
     assert (
         parse_request(thinking={"type": "enabled"}, chat_template_kwargs=kwargs).template_options
@@ -371,14 +371,14 @@ def test_tools():
 
 
 def test_tool_choice():
-    def chosen(**choice) -> tuple[str, bool]:
+    def parse_tool_choice(**choice) -> tuple[str, bool]:
         request = parse_request(tools=[TOOL], tool_choice=choice)
         return request.tool_choice, request.parallel_tool_calls
 
-    assert chosen(type="auto") == ("auto", True)
-    assert chosen(type="none") == ("none", True)
-    assert chosen(type="any", disable_parallel_tool_use=True) == ("required", False)
-    assert chosen(type="tool", name="look_up", disable_parallel_tool_use=False) == (
+    assert parse_tool_choice(type="auto") == ("auto", True)
+    assert parse_tool_choice(type="none") == ("none", True)
+    assert parse_tool_choice(type="any", disable_parallel_tool_use=True) == ("required", False)
+    assert parse_tool_choice(type="tool", name="look_up", disable_parallel_tool_use=False) == (
         "function:look_up",
         True,
     )
@@ -402,7 +402,7 @@ def test_tool_choice():
 def test_content_blocks_become_messages():
     thinking = {"type": "thinking", "thinking": "Long.", "signature": "s"}
 
-    def call(number: int) -> dict[str, Any]:
+    def tool_call(number: int) -> dict[str, Any]:
         return {
             "id": f"t{number}",
             "type": "function",
@@ -439,12 +439,12 @@ def test_content_blocks_become_messages():
             "role": "assistant",
             "content": "I will.",
             "reasoning_content": "Long.",
-            "tool_calls": [call(0), call(1)],
+            "tool_calls": [tool_call(0), tool_call(1)],
         },
         {"role": "tool", "tool_call_id": "t1", "content": "Error: one", "name": "f"},
         {"role": "tool", "tool_call_id": "t0", "content": "zero\n0", "name": "f"},
         {"role": "user", "content": "Go on.\n!"},
-        {"role": "assistant", "content": "", "tool_calls": [call(2)]},
+        {"role": "assistant", "content": "", "tool_calls": [tool_call(2)]},
         {"role": "tool", "tool_call_id": "t2", "content": "", "name": "f"},
         {"role": "assistant", "content": "So be it. Amen."},
         {"role": "user", "content": "d"},

@@ -26,7 +26,7 @@ pytestmark = needs_chromium
 expect.set_options(timeout=60_000)
 
 
-def frame(
+def live_frame(
     cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes: Any
 ) -> dict[str, Any]:
     """An event of /live."""
@@ -81,7 +81,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def stand_in() -> StandIn:
-    return StandIn(frame=frame([0] * 60))
+    return StandIn(frame=live_frame([0] * 60))
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def expects_http_errors() -> None:
 @pytest.fixture(scope="module")
 def module_page(browser: Browser) -> Iterator[Page]:
     """A page for calling its JavaScript modules directly."""
-    with serving(StandIn(frame=frame([0]))) as url:
+    with serving(StandIn(frame=live_frame([0]))) as url:
         page = browser.new_page()
         page.goto(url)
         page.evaluate(
@@ -375,7 +375,7 @@ def test_rate_formatting(tab: Tab, stand_in: StandIn):
         (812.5, "813"),
         (20_500, "20,500"),
     ):
-        stand_in.frame = frame([0], rates={"generation": rate, "prompt": rate})
+        stand_in.frame = live_frame([0], rates={"generation": rate, "prompt": rate})
         expect(tab.page.locator("#generation")).to_have_text(text)
         expect(tab.page.locator("#prompt-rate")).to_have_text(text)
 
@@ -437,7 +437,9 @@ def test_settings_show_server_defaults(tab: Tab, stand_in: StandIn):
     assert [displayed_values(name) for name in ("temperature", "top_k", "max_tokens")] == [
         ("1", "1"), ("0", "0"), ("default", "1024")
     ]  # fmt: skip
-    stand_in.frame = frame([0] * 60, defaults={"temperature": 0.7, "top_k": 20, "max_tokens": 512})
+    stand_in.frame = live_frame(
+        [0] * 60, defaults={"temperature": 0.7, "top_k": 20, "max_tokens": 512}
+    )
     expect(tab.page.locator("#set-temperature")).to_have_attribute("placeholder", "0.7")
     assert [displayed_values(name) for name in ("temperature", "top_k", "max_tokens")] == [
         ("0.7", "0.7"), ("20", "20"), ("512", "512")
@@ -902,7 +904,7 @@ def test_hostile_markdown_takes_linear_time(module_page: Page):
 def test_html_in_texts_is_escaped(context: BrowserContext, url: str, stand_in: StandIn):
     stand_in.models = [EVIL]
     group = {"name": EVIL, "pages": 3, "each": 1, "cells": [0, -1, 1]}
-    stand_in.frame = frame(
+    stand_in.frame = live_frame(
         [],
         (running_request(1, id=EVIL, state=EVIL),),
         groups=[group, group | {"name": "b"}],
@@ -1038,7 +1040,7 @@ def test_api_key_is_requested_and_stays_in_the_tab(
 def test_cells_follow_the_live_events(tab: Tab, stand_in: StandIn):
     page = tab.page
     assert tab.pixel(10, 10) == tab.swatch("free")
-    stand_in.frame = frame([1, -1, -2, 2, *[0] * 56], (running_request(1), running_request(2)))
+    stand_in.frame = live_frame([1, -1, -2, 2, *[0] * 56], (running_request(1), running_request(2)))
     until(lambda: tab.pixel(10, 10) != tab.swatch("free"), page, "the first cell did not change")
     page.wait_for_timeout(1300)  # until no cell is animated
     colors = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(5)]
@@ -1067,7 +1069,7 @@ def test_cells_follow_the_live_events(tab: Tab, stand_in: StandIn):
 
 def test_hover_highlights_and_describes_pages(tab: Tab, stand_in: StandIn):
     page = tab.page
-    stand_in.frame = frame([1, 2, -1, *[0] * 57], (running_request(1), running_request(2)))
+    stand_in.frame = live_frame([1, 2, -1, *[0] * 57], (running_request(1), running_request(2)))
     expect(page.locator("#running li")).to_have_count(2)
     page.wait_for_timeout(1300)
     colors_before = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(3)]
@@ -1096,9 +1098,11 @@ def test_pages_of_own_chat_are_marked(tab: Tab, stand_in: StandIn):
     tab.ask("Hello")
     until(lambda: stand_in.bodies, page, "nothing was asked")
     name = f"chatcmpl-{stand_in.bodies[0]['request_id']}"
-    stand_in.frame = frame([0] * 60, waiting=[{"id": name, "prompt": 120}], num_waiting=1)
+    stand_in.frame = live_frame([0] * 60, waiting=[{"id": name, "prompt": 120}], num_waiting=1)
     expect(page.locator("#waiting li")).to_have_text("yours, 120 tokens")
-    stand_in.frame = frame([1, 7, 7, *[0] * 57], (running_request(1), running_request(7, id=name)))
+    stand_in.frame = live_frame(
+        [1, 7, 7, *[0] * 57], (running_request(1), running_request(7, id=name))
+    )
     expect(page.locator(".place")).to_have_text("on 2 pages of its own")
     expect(page.locator("#running .own .who")).to_have_text("yours")
     assert page.locator("#running li .who").all_inner_texts() == ["yours", "no. 1"]
@@ -1110,7 +1114,7 @@ def test_pages_of_own_chat_are_marked(tab: Tab, stand_in: StandIn):
         == tab.swatch("yours")
         != tab.pixel(10, 10)
     )
-    stand_in.frame = frame([0] * 60)
+    stand_in.frame = live_frame([0] * 60)
     tab.ended()
     expect(page.locator(".place")).to_be_hidden()
     expect(page.locator("#running li")).to_have_count(0)
@@ -1118,19 +1122,19 @@ def test_pages_of_own_chat_are_marked(tab: Tab, stand_in: StandIn):
 
 def test_cell_changes_animate_unless_reduced_motion(browser: Browser, url: str, stand_in: StandIn):
     for motion in ("no-preference", "reduce"):
-        stand_in.frame = frame([0] * 60)
+        stand_in.frame = live_frame([0] * 60)
         context = browser.new_context(reduced_motion=motion)
         tab = Tab(context.new_page(), url)
         expect(tab.page.locator("#maps canvas")).to_be_visible()
         until(lambda tab=tab: tab.pixel(10, 10) == tab.swatch("free"), tab.page, "no cells")
-        stand_in.frame = frame([-2, *[0] * 59])
+        stand_in.frame = live_frame([-2, *[0] * 59])
         seen_colors = set()
 
-        def shared(tab=tab, seen_colors=seen_colors) -> bool:
+        def cell_is_shared(tab=tab, seen_colors=seen_colors) -> bool:
             seen_colors.add(tab.pixel(10, 10))
             return tab.swatch("shared") in seen_colors
 
-        until(shared, tab.page, "the cell did not change")
+        until(cell_is_shared, tab.page, "the cell did not change")
         transition_colors = seen_colors - {tab.swatch("free"), tab.swatch("shared")}
         assert bool(transition_colors) == (motion == "no-preference")
         tab.check(False)
@@ -1140,13 +1144,13 @@ def test_cell_changes_animate_unless_reduced_motion(browser: Browser, url: str, 
 def test_steps_and_layer_groups_are_drawn(tab: Tab, stand_in: StandIn):
     page = tab.page
 
-    def busy() -> dict[str, Any]:
+    def busy_frame() -> dict[str, Any]:
         now = time.monotonic()
         groups = [
             {"name": name, "pages": 1000, "each": 4, "cells": [1] * 250}
             for name in ("full", "window 256")
         ]
-        return frame(
+        return live_frame(
             [],
             (running_request(1),),
             groups=groups,
@@ -1155,7 +1159,7 @@ def test_steps_and_layer_groups_are_drawn(tab: Tab, stand_in: StandIn):
 
     blank = tab.page.evaluate("document.querySelector('#strip').toDataURL()")
     # Every event has recent steps: on a busy machine old ones would have left the strip.
-    stand_in.frame = busy
+    stand_in.frame = busy_frame
     page.wait_for_function(
         "blank => document.querySelector('#strip').toDataURL() != blank", arg=blank
     )
@@ -1185,18 +1189,18 @@ def test_draft_tokens_are_shown_if_the_engine_drafts(tab: Tab, stand_in: StandIn
     assert stand_in.bodies[-1]["stream_options"] == {"include_usage": True}
     assert "drafted" not in page.locator(".answer .foot").inner_text()
 
-    def busy(drafts: tuple[int, int, int]) -> dict[str, Any]:
+    def busy_frame(drafts: tuple[int, int, int]) -> dict[str, Any]:
         steps = [[time.monotonic(), 20, 4, 4, 0.0082, 16, 6]]
-        return frame([0] * 60, (running_request(1),), drafts=drafts, steps=steps)
+        return live_frame([0] * 60, (running_request(1),), drafts=drafts, steps=steps)
 
-    stand_in.frame = busy((1000, 4000, 3000))
+    stand_in.frame = busy_frame((1000, 4000, 3000))
     expect(page.locator("#drafts-share")).to_be_visible()
-    stand_in.frame = busy((1100, 4300, 3100))
+    stand_in.frame = busy_frame((1100, 4300, 3100))
     expect(page.locator("#drafts-each")).to_have_text("3")
     expect(page.locator("#drafts-share")).to_have_text("33 %")
     expect(page.locator("#drafts-length")).to_have_text("2")
     # every event has recent steps
-    stand_in.frame = lambda: busy((10, 40, 30)) | {"model": "another"}
+    stand_in.frame = lambda: busy_frame((10, 40, 30)) | {"model": "another"}
     expect(page.locator("#drafts-share")).to_have_text("–")
     page.wait_for_timeout(300)
     box = page.locator("#strip").bounding_box()
@@ -1245,7 +1249,7 @@ def test_unready_engine_shows_only_its_state(tab: Tab, stand_in: StandIn, state:
     stand_in.frame = {"model": "quill", "state": state}
     expect(tab.state).to_have_text(state)
     expect(tab.page.locator("#engine")).to_have_class(re.compile("away"))
-    stand_in.frame = frame([0] * 60)
+    stand_in.frame = live_frame([0] * 60)
     expect(tab.state).to_have_text("ready")
     expect(tab.page.locator("#engine")).not_to_have_class(re.compile("away"))
 
@@ -1255,7 +1259,7 @@ def test_hidden_tab_stops_polling(tab: Tab, stand_in: StandIn):
         document.dispatchEvent(new Event("visibilitychange")) }"""
     tab.page.evaluate(hide, True)
     num_events_before = len(stand_in.watched)
-    stand_in.frame = frame([0] * 60, rates={"generation": 999.0, "prompt": 0.0})
+    stand_in.frame = live_frame([0] * 60, rates={"generation": 999.0, "prompt": 0.0})
     tab.page.wait_for_timeout(600)
     assert (
         tab.page.locator("#generation").inner_text() == "813"
@@ -1334,7 +1338,7 @@ def test_text_has_contrast(context: BrowserContext, url: str, scheme: Any):
 
 
 def test_phone_layout_has_a_tab_for_the_engine(browser: Browser, url: str, stand_in: StandIn):
-    stand_in.frame = frame(
+    stand_in.frame = live_frame(
         [1, *[0] * 4095],
         tuple(running_request(number) for number in range(1, 30)),
         num_waiting=40,
@@ -1391,7 +1395,7 @@ def test_phone_layout_has_a_tab_for_the_engine(browser: Browser, url: str, stand
 
 def test_keyboard_reaches_every_control(tab: Tab, stand_in: StandIn):
     page, press = tab.page, tab.page.keyboard.press
-    stand_in.frame = frame([1, -1, *[0] * 58], (running_request(1),))
+    stand_in.frame = live_frame([1, -1, *[0] * 58], (running_request(1),))
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")
     press("Shift+Enter")

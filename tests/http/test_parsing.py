@@ -280,14 +280,14 @@ def test_tool_calls_do_not_depend_on_slicing(name):
 
     @settings(max_examples=cases(25))
     @given(answers)
-    def check(answer_parts):
+    def check_answer(answer_parts):
         assume(sum(len(answer_part.text) for answer_part in answer_parts) < 500)
         check_all_splits(PARSERS[parser], answer_parts)
         for answer_part in answer_parts:
             if isinstance(answer_part, CallPart):
                 json.loads(answer_part.arguments)
 
-    check()
+    check_answer()
 
 
 @settings(max_examples=cases(20))
@@ -381,7 +381,7 @@ def harmony_messages(draw) -> list[Message]:
     return messages
 
 
-def harmony_expected(messages: list[Message], length: int) -> Result:
+def expected_harmony_result(messages: list[Message], length: int) -> Result:
     result = Result("", "", [])
     typed_texts = []
     for message in messages:
@@ -408,7 +408,7 @@ def harmony_expected(messages: list[Message], length: int) -> Result:
 def test_harmony_does_not_depend_on_slicing(messages):
     answer_parts = [TextPart(message.head + message.body + message.end) for message in messages]
     check_all_splits(
-        PARSERS["openai"], answer_parts, lambda _, length: harmony_expected(messages, length)
+        PARSERS["openai"], answer_parts, lambda _, length: expected_harmony_result(messages, length)
     )
 
 
@@ -468,7 +468,7 @@ def test_arbitrary_markers_do_not_depend_on_slicing(name):
             max_size=12,
         )
     )
-    def check(slices):
+    def check_slices(slices):
         text = "".join(slices)
         expected_result = parse_slices(PARSERS[name], text)
         assert (
@@ -480,7 +480,7 @@ def test_arbitrary_markers_do_not_depend_on_slicing(name):
             assert parse_slices(PARSERS[name], text[:at], text[at:]) == expected_result
             parse_slices(PARSERS[name], text[:at])
 
-    check()
+    check_slices()
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -701,7 +701,7 @@ def test_parse_time_is_linear_in_answer_length(name):
     """Half a million single characters cost about as much per character as a short answer."""
     parser, answer = LONG_ANSWERS[name]
 
-    def seconds(answer: str) -> float:
+    def parse_seconds(answer: str) -> float:
         reader = PARSERS[parser]()
         start = time.process_time()
         for char in answer:
@@ -710,7 +710,10 @@ def test_parse_time_is_linear_in_answer_length(name):
         return time.process_time() - start
 
     short_length = len(answer) // 20
-    assert seconds(answer) < 4 * 20 * sum(seconds(answer[:short_length]) for _ in range(4)) / 4
+    assert (
+        parse_seconds(answer)
+        < 4 * 20 * sum(parse_seconds(answer[:short_length]) for _ in range(4)) / 4
+    )
 
 
 def test_call_ids():
@@ -827,7 +830,7 @@ def test_custom_tool_calls_are_parsed_whole(slice_length):
     and the following calls take over its index.
     """
 
-    def parse_slices(answer: str, is_forced: bool = False) -> list:
+    def parse_calls(answer: str, is_forced: bool = False) -> list:
         inner = Forced("sums") if is_forced else parsing.make_parser("hermes", None, {})
         parser = CustomCalls(inner, "input", {"sums": str.isdigit}, is_forced)
         pieces = [
@@ -838,13 +841,16 @@ def test_custom_tool_calls_are_parsed_whole(slice_length):
         content, _, calls = collect([*pieces, *parser.finish()])
         return [content, *((call.name, call.arguments) for call in calls)]
 
-    def call(name: str, **arguments: object) -> str:
+    def tool_call_text(name: str, **arguments: object) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
-    assert parse_slices("So " + call("sums", input="12")) == ["So", ("sums", "12")]
+    assert parse_calls("So " + tool_call_text("sums", input="12")) == ["So", ("sums", "12")]
     mixed_answer = (
-        call("sums", input="x") + call("f", a=1) + call("sums", input="7") + call("sums", text="7")
+        tool_call_text("sums", input="x")
+        + tool_call_text("f", a=1)
+        + tool_call_text("sums", input="7")
+        + tool_call_text("sums", text="7")
     )
-    assert parse_slices(mixed_answer) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
-    assert parse_slices("12", is_forced=True) == [None, ("sums", "12")]
-    assert parse_slices("1b", is_forced=True) == ["1b"]
+    assert parse_calls(mixed_answer) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
+    assert parse_calls("12", is_forced=True) == [None, ("sums", "12")]
+    assert parse_calls("1b", is_forced=True) == ["1b"]

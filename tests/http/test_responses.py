@@ -436,7 +436,7 @@ def test_input_items_become_messages():
 
 
 def test_assistant_items_merge_into_one_message():
-    def call(number: int) -> dict[str, Any]:
+    def function_call(number: int) -> dict[str, Any]:
         return {
             "type": "function_call",
             "call_id": f"c{number}",
@@ -444,7 +444,7 @@ def test_assistant_items_merge_into_one_message():
             "arguments": f'{{"n": {number}}}',
         }
 
-    def output(number: int, value: Any) -> dict[str, Any]:
+    def function_output(number: int, value: Any) -> dict[str, Any]:
         return {"type": "function_call_output", "call_id": f"c{number}", "output": value}
 
     def tool_call(number: int) -> dict[str, Any]:
@@ -471,15 +471,15 @@ def test_assistant_items_merge_into_one_message():
                 {"type": "output_text", "text": "I will.", "annotations": [], "logprobs": []}
             ],
         },
-        call(0),
+        function_call(0),
         {"type": "reasoning", "id": "r", "summary": []},
-        call(1),
+        function_call(1),
         {"role": "assistant", "content": " Done."},
-        output(1, "one"),
-        output(0, text_parts("input_text", "zero")),
+        function_output(1, "one"),
+        function_output(0, text_parts("input_text", "zero")),
         {"type": "reasoning", "summary": text_parts("summary_text", "Only this.")},
-        call(2),
-        output(2, ""),
+        function_call(2),
+        function_output(2, ""),
     ) == [
         {"role": "user", "content": "Do."},
         {

@@ -635,11 +635,11 @@ def test_overlong_prompt_is_rejected_without_tokenizing_all_of_it(server, monkey
     lengths: list[int] = []
     encode = tokenizer.encode
 
-    def recorded(text: str, **options) -> list[int]:
+    def record_length(text: str, **options) -> list[int]:
         lengths.append(len(text))
         return encode(text, **options)
 
-    monkeypatch.setattr(tokenizer, "encode", recorded)
+    monkeypatch.setattr(tokenizer, "encode", record_length)
     text = "0123456789 " * max_len
     messages = [{"role": "user", "content": text}]
     for path, fields in [

@@ -79,7 +79,7 @@ def test_previous_response_id_continues_conversation(client, is_streaming):
     instructions.
     """
 
-    def turn(input_, previous=None, **fields):
+    def create_turn(input_, previous=None, **fields):
         request_fields = {
             "model": "quill",
             "input": input_,
@@ -94,23 +94,23 @@ def test_previous_response_id_continues_conversation(client, is_streaming):
         ) as stream:
             return stream.get_final_response()
 
-    first_response = turn("weather in Rome", instructions="Be kind.")
+    first_response = create_turn("weather in Rome", instructions="Be kind.")
     call = next(item for item in first_response.output if item.type == "function_call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    second_response = turn([result], first_response.id)
+    second_response = create_turn([result], first_response.id)
     assert (
         second_response.previous_response_id == first_response.id
         and second_response.output_text == "It is sunny."
     )
-    third_response = turn("hello", second_response.id)
-    response_after_first = turn("hello", first_response.id)
+    third_response = create_turn("hello", second_response.id)
+    response_after_first = create_turn("hello", first_response.id)
     conversation = [
         {"role": "user", "content": "weather in Rome"},
         *first_response.output,
         result,
         *second_response.output,
     ]
-    response_to_conversation = turn(
+    response_to_conversation = create_turn(
         [
             *(
                 item if isinstance(item, dict) else item.model_dump(exclude_none=True)
@@ -129,7 +129,7 @@ def test_previous_response_id_continues_conversation(client, is_streaming):
         "function_call_output"
     ]
     with pytest.raises(openai.BadRequestError) as caught:
-        turn("hello", "resp_none")
+        create_turn("hello", "resp_none")
     assert (caught.value.param, caught.value.code) == (
         "previous_response_id",
         "previous_response_not_found",

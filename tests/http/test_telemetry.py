@@ -408,8 +408,8 @@ def test_log_fields_are_bounded(log_stream):
 
 
 def test_uvicorn_lines_are_not_duplicated(log_stream):
-    """Uvicorn's warnings are logged always, its other lines at debug level, its access log
-    never.
+    """Uvicorn's warnings are logged, its info lines only at debug level, and its access log never,
+    since access() logs requests in more detail.
     """
     for level in ("debug", "info", "error"):
         logs.setup_logging(False, level, log_stream)

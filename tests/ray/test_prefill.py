@@ -107,14 +107,14 @@ def test_disaggregated_prefill_equals_one_engine(kind, tmp_path):
     reader, writer = (start_llm(folder, kv_cache_dtype=dtype) for _ in range(2))
     requests = random_requests(random.Random(name), 8)
     disaggregated = Apart(reader, writer)
-    direct = disaggregated.read
+    read_directly = disaggregated.read
 
     async def read_through_host(ask: Ask):
         return (await compute_prompt(reader, f"read-{next(disaggregated.ids)}", ask)).on_host()
 
     async def run():
         expected = await generate_outputs(reader, requests)
-        for disaggregated.read in (direct, read_through_host):
+        for disaggregated.read in (read_directly, read_through_host):
             await reader.reset_prefix_cache()
             for output, expected_output in zip(
                 await generate_outputs(disaggregated, requests), expected, strict=True

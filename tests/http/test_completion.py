@@ -164,7 +164,7 @@ def check_client_type(body: dict[str, Any]) -> None:
     for choice in body["choices"]:
         if choice["finish_reason"] in (None, "timeout", "abort"):
             choice["finish_reason"] = "stop"
-        if choice["logprobs"] is not None:  # the first_token token of a prompt has none
+        if choice["logprobs"] is not None:  # the first token of a prompt has none
             for name in ("token_logprobs", "top_logprobs"):
                 choice["logprobs"][name] = [
                     logprob for logprob in choice["logprobs"][name] if logprob is not None

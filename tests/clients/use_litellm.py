@@ -10,7 +10,7 @@ import litellm
 
 scripted, bundled = sys.argv[1:]
 HELLO = [{"role": "user", "content": "hello"}]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 WEATHER = {
     "type": "function",
     "function": {
@@ -31,13 +31,15 @@ for model, base in (
 ):
     endpoint = {"model": model, "api_base": base, "api_key": "none"}
     completion = litellm.completion(messages=HELLO, max_tokens=100, **endpoint)
-    assert completion.choices[0].message.content == SAID, completion
+    assert completion.choices[0].message.content == EXPECTED_ANSWER, completion
     assert (
         completion.choices[0].finish_reason == "stop" and completion.usage.completion_tokens > 0
     ), completion
 
     chunks = litellm.completion(messages=HELLO, max_tokens=100, stream=True, **endpoint)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == SAID, model
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == EXPECTED_ANSWER, (
+        model
+    )
 
     messages = [{"role": "user", "content": "weather in Rome"}]
     message = (

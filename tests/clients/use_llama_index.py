@@ -11,7 +11,7 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 scripted, bundled = sys.argv[1:]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 
 
 def weather(city: str) -> str:
@@ -31,8 +31,10 @@ def model(url: str) -> OpenAILike:
 
 
 messages = [ChatMessage(role="user", content="hello")]
-assert model(scripted).chat(messages).message.content == SAID
-assert "".join(chunk.delta or "" for chunk in model(scripted).stream_chat(messages)) == SAID
+assert model(scripted).chat(messages).message.content == EXPECTED_ANSWER
+assert (
+    "".join(chunk.delta or "" for chunk in model(scripted).stream_chat(messages)) == EXPECTED_ANSWER
+)
 assert (
     model(bundled).chat([ChatMessage(role="user", content="Sort: 39 84 36 90")]).message.content
     == "36 39 84 90"

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 scripted, bundled = sys.argv[1:]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 MODELS = f"""
 - model_id: quill
   model_name: quill
@@ -49,7 +49,9 @@ with tempfile.TemporaryDirectory() as home:
         assert process.returncode == 0, process.stderr
         return process.stdout.rstrip("\n")
 
-    assert llm("-m", "quill", "hello") == llm("-m", "quill", "hello", "--no-stream") == SAID
+    assert (
+        llm("-m", "quill", "hello") == llm("-m", "quill", "hello", "--no-stream") == EXPECTED_ANSWER
+    )
     output = llm("-m", "quill", "--functions", WEATHER, "weather in Rome and in Paris")
     assert output.endswith("It is sun in Rome and sun in Paris."), output
     prompt = "Give JSON for: David is a painter in Lagos"

@@ -13,7 +13,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 scripted, bundled = sys.argv[1:]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 
 
 class Person(BaseModel):
@@ -34,7 +34,7 @@ for model_class in (OpenAIChatModel, OpenAIResponsesModel):
         """The weather of a city."""
         return f"sun in {city}"
 
-    assert agent.run_sync("hello").output == SAID
+    assert agent.run_sync("hello").output == EXPECTED_ANSWER
     result = agent.run_sync("weather in Rome and in Paris")
     assert result.output == "It is sun in Rome and sun in Paris.", result
     assert result.usage.requests == 2, result.usage
@@ -43,7 +43,7 @@ for model_class in (OpenAIChatModel, OpenAIResponsesModel):
         async with agent.run_stream("hello") as stream:
             return [text async for text in stream.stream_text()][-1]
 
-    assert asyncio.run(streamed()) == SAID
+    assert asyncio.run(streamed()) == EXPECTED_ANSWER
 
 for output in (NativeOutput(Person), ToolOutput(Person)):
     agent = Agent(

@@ -36,18 +36,18 @@ SIZES = {
 }
 NGRAM = {"method": "ngram"}
 SUFFIX = {"method": "suffix"}
-MODEL = {"method": "draft_model", "model": "quill-draft"}
-LAYERS = {"method": "self", "num_layers": 4}
-BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
+DRAFT_MODEL = {"method": "draft_model", "model": "quill-draft"}
+SELF_LAYERS = {"method": "self", "num_layers": 4}
+SELF_INT8 = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
 EAGLE, MEDUSA = [{"method": kind, "model": f"quill-{kind}"} for kind in ("eagle", "medusa")]
 TREES = [heads | {"speculative_token_tree": "[(0,), (1,), (0, 0)]"} for heads in (EAGLE, MEDUSA)]
 MESHES = {
-    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA, TREES[1]]),
-    "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE, *TREES]),
-    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, MEDUSA, TREES[0]]),
-    "stages": ({"pipeline": 2}, [SUFFIX, MODEL]),
-    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL]),
-    "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [MODEL]),
+    "tensor": ({"tensor": 2}, [NGRAM, DRAFT_MODEL, SELF_INT8, MEDUSA, TREES[1]]),
+    "replicas": ({"data": 2}, [SUFFIX, DRAFT_MODEL, EAGLE, *TREES]),
+    "context": ({"context": 2}, [NGRAM, DRAFT_MODEL, SELF_LAYERS, MEDUSA, TREES[0]]),
+    "stages": ({"pipeline": 2}, [SUFFIX, DRAFT_MODEL]),
+    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [DRAFT_MODEL]),
+    "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [DRAFT_MODEL]),
 }
 
 
@@ -182,7 +182,7 @@ def test_drafter_weights_and_pages_are_sharded():
     """Each device has its shard of both, also after sleep; over `context`, bit-identical scores
     need steps of equally many rows.
     """
-    drafter = MODEL | {"adapts": False}
+    drafter = DRAFT_MODEL | {"adapts": False}
     devices = parallel_sizes({"tensor": 2, "context": 2})
     llm = LLM(**SIZES, **devices, max_model_len=64, speculative_config=drafter)
     runner = llm.engine.runner
@@ -273,15 +273,15 @@ def test_sharded_draft_heads_propose_the_same_tokens(mesh, tmp_path):
     assert num_equal >= 0.95 * len(proposals[0])  # sums over devices differ in their last bits
 
 
-REFUSED = [
+UNSUPPORTED_MESHES = [
     (
         {"tensor": 4},
-        MODEL,
+        DRAFT_MODEL,
         ("draft_model: the drafter cannot be spread .* tensor_parallel_size is 4, .* can be 1, 2$"),
     ),
     (
         {"pipeline": 2},
-        LAYERS,
+        SELF_LAYERS,
         "method is 'self' with pipeline_parallel_size 2: .* draft_model, ngram or suffix",
     ),
     ({"tensor": 2}, EAGLE, "eagle: the drafter cannot be spread .* it can be 1$"),
@@ -293,7 +293,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "drafter", "message"), REFUSED)
+@pytest.mark.parametrize(("mesh", "drafter", "message"), UNSUPPORTED_MESHES)
 def test_unsupported_drafter_meshes_are_rejected(mesh, drafter, message):
     with pytest.raises(ModelError, match=message):
         LLM(**SIZES, **parallel_sizes(mesh), speculative_config=drafter)

@@ -1128,8 +1128,8 @@ SUMS_TOOL = {
     "description": "Adds.",
     "format": {"type": "grammar", "syntax": "regex", "definition": "[1-9]\\+[1-9]"},
 }
-NESTED = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[1-9]\\+[1-9]"}}
-CHAT_SUMS_TOOL: Any = {"type": "custom", "custom": SUMS_TOOL | {"format": NESTED}}
+NESTED_FORMAT = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[1-9]\\+[1-9]"}}
+CHAT_SUMS_TOOL: Any = {"type": "custom", "custom": SUMS_TOOL | {"format": NESTED_FORMAT}}
 
 
 @shows("openai", "tools of type custom, with a text or a grammar; of chat and of responses")

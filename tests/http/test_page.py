@@ -16,7 +16,7 @@ from quire.tests.support.browser import CHROMIUM, FLAGS, Tab, needs_chromium, un
 from quire.tests.support.cases import cases
 from quire.tests.support.page_server import PAGE, STORY, StandIn, said, serving, token, words
 
-EVIL = (
+HOSTILE_HTML = (
     '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><b '
     "onclick='x'>&amp; **bold**"
 )
@@ -233,7 +233,7 @@ def test_reload_restores_the_chat(tab: Tab, stand_in: StandIn, context: BrowserC
         "function": {"name": "weather", "arguments": "{}"},
     }
     stand_in.answers["a"] = [
-        said("", token("Hm"), reasoning="Hm"), said(EVIL, token(EVIL, 0.3)),
+        said("", token("Hm"), reasoning="Hm"), said(HOSTILE_HTML, token(HOSTILE_HTML, 0.3)),
         said("", token("<call>"), tool_calls=[call]), 0.2, said("!", token("!")), "length",
     ]  # fmt: skip
     stand_in.answers["b"] = [said("So", token("So"))] * 3 + [
@@ -249,7 +249,7 @@ def test_reload_restores_the_chat(tab: Tab, stand_in: StandIn, context: BrowserC
     assert chat_contents(tab) == contents_before
     tab.page.get_by_role("button", name="Retry").click()
     tab.ended()
-    expected = [("user", "a"), ("assistant", EVIL + "!"), ("user", "b")]
+    expected = [("user", "a"), ("assistant", HOSTILE_HTML + "!"), ("user", "b")]
     assert [
         (message["role"], message["content"]) for message in stand_in.bodies[-1]["messages"]
     ] == expected
@@ -902,26 +902,38 @@ def test_hostile_markdown_takes_linear_time(module_page: Page):
 
 
 def test_html_in_texts_is_escaped(context: BrowserContext, url: str, stand_in: StandIn):
-    stand_in.models = [EVIL]
-    group = {"name": EVIL, "pages": 3, "each": 1, "cells": [0, -1, 1]}
+    stand_in.models = [HOSTILE_HTML]
+    group = {"name": HOSTILE_HTML, "pages": 3, "each": 1, "cells": [0, -1, 1]}
     stand_in.frame = live_frame(
         [],
-        (running_request(1, id=EVIL, state=EVIL),),
+        (running_request(1, id=HOSTILE_HTML, state=HOSTILE_HTML),),
         groups=[group, group | {"name": "b"}],
-        state=EVIL,
+        state=HOSTILE_HTML,
     )
-    call = {"index": 0, "function": {"name": EVIL, "arguments": EVIL}}
-    stand_in.answers[EVIL] = [
-        said(EVIL, token(EVIL, 0.5, {EVIL + "x": 0.3}), reasoning=EVIL),
+    call = {"index": 0, "function": {"name": HOSTILE_HTML, "arguments": HOSTILE_HTML}}
+    stand_in.answers[HOSTILE_HTML] = [
+        said(
+            HOSTILE_HTML,
+            token(HOSTILE_HTML, 0.5, {HOSTILE_HTML + "x": 0.3}),
+            reasoning=HOSTILE_HTML,
+        ),
         said("", tool_calls=[call]),
-        said(f"\n\n- {EVIL}\n\n```{EVIL}\n{EVIL}\n```", token("x")),
+        said(f"\n\n- {HOSTILE_HTML}\n\n```{HOSTILE_HTML}\n{HOSTILE_HTML}\n```", token("x")),
         "stop",
     ]
-    stand_in.refusals["no"] = (400, {"message": EVIL, "type": EVIL, "param": EVIL, "code": EVIL})
+    stand_in.refusals["no"] = (
+        400,
+        {
+            "message": HOSTILE_HTML,
+            "type": HOSTILE_HTML,
+            "param": HOSTILE_HTML,
+            "code": HOSTILE_HTML,
+        },
+    )
     tab = Tab(context.new_page(), url)
     page = tab.page
     expect(page.locator("#running li")).to_have_count(1)
-    tab.ask(EVIL)
+    tab.ask(HOSTILE_HTML)
     tab.ended()
     assert "<img src=x onerror" in tab.answer()
     page.click(".reasoning summary")

@@ -161,7 +161,8 @@ def test_failed_steps_fail_only_their_requests(engine, caplog):
             for answer in request.output().outputs
         )
         check_idle(engine)
-    engine.runner.launch, engine.runner.collect = launch, collect
+    engine.runner.launch = launch
+    engine.runner.collect = collect
     assert num_runs_with_errors > 0.3 * cases(200)  # the others ended before the failing call
     canary = engine.add("canary", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     while engine.busy:

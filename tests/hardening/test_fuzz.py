@@ -52,7 +52,9 @@ def server():
         make_options(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)
     )
     with served(model_of(engine)) as state:
-        state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
+        state.engine = engine
+        state.canary = Canary(state.url)
+        state.counts = Counter()
         with_file(state.service)
         state.schema = schemathesis.openapi.from_url(f"{state.url}/openapi.json")
         yield state

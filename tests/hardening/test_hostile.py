@@ -131,7 +131,9 @@ def scripted_answer(prompt: str) -> str:
 def server():
     engine, script = scripted(scripted_answer, num_seqs=32)
     with served(model_of(engine), formats=FORMATS, admin=True) as state:
-        state.engine, state.script, state.canary = engine, script, Canary(state.url)
+        state.engine = engine
+        state.script = script
+        state.canary = Canary(state.url)
         with_file(state.service)
         yield state
 

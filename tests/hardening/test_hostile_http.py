@@ -631,7 +631,9 @@ def long_answer_server():
     with served(
         model_of(engine), formats=FORMATS, write_seconds=WRITE_SECONDS, idle_seconds=IDLE_SECONDS
     ) as state:
-        state.engine, state.script, state.canary = engine, script, Canary(state.url)
+        state.engine = engine
+        state.script = script
+        state.canary = Canary(state.url)
         yield state
 
 

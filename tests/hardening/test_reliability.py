@@ -41,7 +41,8 @@ def bundled():
         make_options(None, max_num_seqs=40, max_num_batched_tokens=128, max_model_len=256)
     )
     with served(model_of(engine), max_choices=128) as state:
-        state.engine, state.canary = engine, Canary(state.url)
+        state.engine = engine
+        state.canary = Canary(state.url)
         yield state
 
 
@@ -52,7 +53,9 @@ def server(request):
     with served(
         model_of(engine), formats=FORMATS, stall_seconds=getattr(request, "param", 30.0)
     ) as state:
-        state.engine, state.script, state.canary = engine, script, Canary(state.url)
+        state.engine = engine
+        state.script = script
+        state.canary = Canary(state.url)
         yield state
 
 

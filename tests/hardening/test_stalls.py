@@ -190,7 +190,8 @@ class HealthMonitor:
     """
 
     def __init__(self, url: str):
-        self.url, self.is_over = url, threading.Event()
+        self.url = url
+        self.is_over = threading.Event()
         self.slowest_health = self.longest_gap = 0.0
         self.threads = [
             threading.Thread(target=run) for run in (self.ask_health, self.read_streams)

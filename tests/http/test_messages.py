@@ -927,10 +927,10 @@ def test_drop_oldest_turns():
     """Drops as few of the oldest turns as necessary; the system message and the last turn stay."""
     for limit in (10_000, json_size(CONVERSATION) - 1, 100, 1):
         kept_turns = drop_oldest_turns(
-            CONVERSATION, lambda kept, limit=limit: json_size(kept) <= limit
+            CONVERSATION, lambda remaining, limit=limit: json_size(remaining) <= limit
         )
         assert kept_turns == (
             CONVERSATION if limit == 10_000 else [CONVERSATION[0], CONVERSATION[-1]]
         )
     turns = [{"role": "user", "content": str(i)} for i in range(10)]
-    assert drop_oldest_turns(turns, lambda kept: len(kept) <= 4) == turns[-4:]
+    assert drop_oldest_turns(turns, lambda remaining: len(remaining) <= 4) == turns[-4:]

@@ -320,7 +320,8 @@ def test_chat_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
         if name == "one":
             tab.page.click("#new")
     assert chat_titles(tab) == ["two", "one"]
-    page, titles = tab.page, tab.page.locator("#conversations .title")
+    page = tab.page
+    titles = page.locator("#conversations .title")
     page.get_by_role("button", name="Delete one").click()
     expect(titles).to_have_text(["two"])
     expect(page.locator("#undo-text")).to_have_text("Deleted “one”.")
@@ -1406,7 +1407,8 @@ def test_phone_layout_has_a_tab_for_the_engine(browser: Browser, url: str, stand
 
 
 def test_keyboard_reaches_every_control(tab: Tab, stand_in: StandIn):
-    page, press = tab.page, tab.page.keyboard.press
+    page = tab.page
+    press = page.keyboard.press
     stand_in.frame = live_frame([1, -1, *[0] * 58], (running_request(1),))
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")

@@ -278,7 +278,9 @@ def log_stream(monkeypatch):
     ]
     yield io.StringIO()
     for logger, handlers, level, propagate, disabled in saved_loggers:
-        logger.handlers[:], logger.propagate, logger.disabled = handlers, propagate, disabled
+        logger.handlers[:] = handlers
+        logger.propagate = propagate
+        logger.disabled = disabled
         logger.setLevel(level)
 
 

@@ -80,7 +80,8 @@ async def generate_outputs(llm, requests: list[Ask]) -> list:
 
 
 def check_output(actual, expected, tolerance: float = 0.0) -> None:
-    [actual], [expected] = actual.outputs, expected.outputs
+    [actual] = actual.outputs
+    [expected] = expected.outputs
     assert (actual.finish_reason, list(actual.token_ids)) == (
         expected.finish_reason,
         list(expected.token_ids),

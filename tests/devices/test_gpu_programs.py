@@ -123,7 +123,7 @@ def test_compiled_step_is_within_its_bounds(results, bound):
     report = results[bound.case]
     assert "failed" not in report, report
     assert report["graphs"] == 1 and report["outside"] == {}, (
-        "the host waits, or launches more than once"
+        "the host synchronizes, or launches more than once"
     )
     assert report["sorts"] <= bound.sorts
     assert not (bound.is_batch_invariant and report["varies"]), report["varies"]

@@ -951,7 +951,7 @@ def test_metric_label_cardinality_is_bounded(server, client):
         client.complete("hello", model=f"model-{number}")
         client.post("/v1/completions", {"prompt": "hello", f"field_{number}": 1})
     text = client.ask("GET", "/metrics")[2].decode()
-    print(f"10,000 odd paths: {text.count(chr(10)) - num_lines_before} lines of metrics more")
+    print(f"10,000 odd paths: {text.count(chr(10)) - num_lines_before} more lines of metrics")
     assert text.count("\n") - num_lines_before < 20
     assert not re.search(r"odd|PROPFIND|XXXX|model-\d|field_", text)
 
@@ -993,7 +993,7 @@ def test_prefix_cache_is_private_to_each_api_key(server_with_keys, path):
         ):
             if salt:
                 assert num_cached_tokens(third_client, path, cache_salt=salt) == 0, (
-                    "a salt imitates another key"
+                    "a salt reads the prefixes of another key"
                 )
                 assert num_cached_tokens(third_client, path, cache_salt=salt) > 0
         assert (

@@ -614,7 +614,7 @@ def test_reset_connections_abort_their_requests(process):
     with Client(process.url) as client:
         end = time.monotonic() + 60
         while client.ask("GET", "/load")[2] != b'{"server_load":0}':
-            assert time.monotonic() < end, "a request goes on whose client has left"
+            assert time.monotonic() < end, "a request of a disconnected client is still running"
             time.sleep(0.02)
 
 
@@ -704,7 +704,7 @@ def test_unread_response_is_dropped(long_answer_server, count, close):
         elapsed = wait_for(
             lambda: not num_connections(), 2 * WRITE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
         )
-    print(f"an answer that nobody reads: dropped after {elapsed:.1f} s")
+    print(f"an unread response: dropped after {elapsed:.1f} s")
     long_answer_server.canary.sings()
 
 

@@ -85,7 +85,7 @@ def stream(
 def wait_until(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come to that"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.002)
 
 
@@ -317,7 +317,7 @@ def test_engine_failure_ends_all_requests(server, monkeypatch):
         assert client.ask("GET", "/health")[0] == 503 and client.ask("GET", "/ping")[0] == 200
         assert client.complete("hello")[0] == 503
         assert client.ask("GET", "/metrics")[0] == 200
-    print(f"an engine that ends: all five hear of it in {elapsed:.2f} s")
+    print(f"engine failure: all five requests end in {elapsed:.2f} s")
 
 
 def test_lost_device_ends_the_process(server, monkeypatch, caplog):
@@ -519,9 +519,9 @@ def test_every_stream_has_one_final_event(
     text = "weather" if calls_tool else "long" if is_long else "hello"
     has_single_answer = path in ("/v1/responses", "/v1/messages")
     if n > 1 and has_single_answer:
-        pytest.skip("there is one answer")
+        pytest.skip("the endpoint has single answers")
     if calls_tool and path == "/v1/completions":
-        pytest.skip("it has no tools")
+        pytest.skip("completions have no tools")
     body = request_body(path, text, fields) | ({} if n == 1 else {"n": n})
     if cause == "a stop token":
         with Client(server.url) as client:
@@ -542,7 +542,7 @@ def test_every_stream_has_one_final_event(
     events = [event for _, event in running.value]
     if cause_failure is not None:
         allowed_seconds = 1 + (1 if cause_failure is hang_step else 0)
-        assert running.value[-1][0] - cause_time < allowed_seconds + 10, "it ended late"
+        assert running.value[-1][0] - cause_time < allowed_seconds + 10, "the stream ended late"
     reasons, errors = CHECKS[path](events, expected_reason)
     if expected_reason == "error":
         assert (reasons, errors) == (0, 1), events[-3:]
@@ -590,7 +590,7 @@ def check_openai(events: list[Any], expected_reason: str) -> tuple[int, int]:
     finish_reasons: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", ()):
-            assert choice["index"] not in finish_reasons, "something came after its end"
+            assert choice["index"] not in finish_reasons, "a chunk after the finish reason"
             if choice["finish_reason"] is not None:
                 finish_reasons[choice["index"]] = choice["finish_reason"]
     assert set(finish_reasons.values()) <= {expected_reason}, finish_reasons

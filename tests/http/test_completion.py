@@ -424,7 +424,7 @@ def test_drafted_positions_are_streamed_on_request():
         (chunk,) = parse_chunks(stream_data(request, [replace(choice_part, pieces=[Said("a")])]))
         assert chunk["choices"][0].get("drafted") == drafted
         assert bool(parse_chunks(stream_data(request, [choice_part]))) == (drafted is not None), (
-            "also where there is no text yet"
+            "sent even without text"
         )
 
 

@@ -201,7 +201,7 @@ def test_stopped_answer_keeps_its_text(tab: Tab, stand_in: StandIn, stop_action:
     else:
         tab.page.click("#send" if stop_action == "button" else "#new")
     tab.ended()
-    until(lambda: stand_in.left == 1, tab.page, "the server was not told")
+    until(lambda: stand_in.left == 1, tab.page, "the request was not aborted")
     if stop_action == "new chat":
         assert tab.page.locator(".turn").count() == 0
     else:
@@ -490,7 +490,9 @@ def test_model_selection(context: BrowserContext, url: str, stand_in: StandIn):
     tab.ask("Hello")
     tab.ended()
     assert stand_in.bodies[-1]["model"] == "quill-draft"
-    until(lambda: stand_in.watched[-1] == "quill-draft", tab.page, "its engine was not watched")
+    until(
+        lambda: stand_in.watched[-1] == "quill-draft", tab.page, "the page does not poll its engine"
+    )
     expect(tab.page).to_have_title("quill-draft on Quire")
     tab.check(False)
 
@@ -1088,7 +1090,9 @@ def test_hover_highlights_and_describes_pages(tab: Tab, stand_in: StandIn):
     colors_before = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(3)]
     page.hover("#running li >> nth=1")
     until(
-        lambda: tab.pixel(10, 10) != colors_before[0], page, "the other request's page stayed lit"
+        lambda: tab.pixel(10, 10) != colors_before[0],
+        page,
+        "the other request's page stayed highlighted",
     )
     assert tab.pixel(10 + CELL_PITCH, 10) == colors_before[1]
     canvas = page.locator("#maps canvas")
@@ -1101,7 +1105,7 @@ def test_hover_highlights_and_describes_pages(tab: Tab, stand_in: StandIn):
     until(
         lambda: [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(3)] == colors_before,
         page,
-        "it stayed lit",
+        "the page stayed highlighted",
     )
 
 
@@ -1109,7 +1113,7 @@ def test_pages_of_own_chat_are_marked(tab: Tab, stand_in: StandIn):
     page = tab.page
     stand_in.answers["Hello"] = [*words("one two"), 2.5, "stop"]
     tab.ask("Hello")
-    until(lambda: stand_in.bodies, page, "nothing was asked")
+    until(lambda: stand_in.bodies, page, "no request was sent")
     name = f"chatcmpl-{stand_in.bodies[0]['request_id']}"
     stand_in.frame = live_frame([0] * 60, waiting=[{"id": name, "prompt": 120}], num_waiting=1)
     expect(page.locator("#waiting li")).to_have_text("yours, 120 tokens")
@@ -1501,7 +1505,7 @@ def test_view_follows_the_answer_unless_scrolled(tab: Tab, stand_in: StandIn):
     )
     tab.ask("Hello")
     expect(page.locator(".answer")).to_contain_text("line 59")
-    until(lambda: page.evaluate(gap) < 2, page, "the end is out of sight")
+    until(lambda: page.evaluate(gap) < 2, page, "the end is not visible")
     page.locator("#log").evaluate("log => (log.scrollTop = 0)")
     expect(page.locator("#latest")).to_be_visible()
     tab.ended()

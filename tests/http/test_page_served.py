@@ -42,20 +42,20 @@ def test_chat_updates_page_map(server):
             until(
                 lambda: page_counts(tab).get("free") == total,
                 tab.page,
-                "every page is free at first",
+                "not every page is free initially",
             )
             tab.ask("Write a short story about a dog.")
             until(
                 lambda: page_counts(tab)["running"] + page_counts(tab)["yours"] > 0,
                 tab.page,
-                "pages light up",
+                "no page shows as running",
             )
             tab.ended()
             assert len(tab.answer().split()) > 30
             until(
                 lambda: page_counts(tab)["running"] + page_counts(tab)["yours"] == 0,
                 tab.page,
-                "and are left",
+                "pages still show as running",
             )
             assert page_counts(tab)["cached"] > 0 and sum(page_counts(tab).values()) == total
             tab.check(loud=False)

@@ -491,7 +491,7 @@ def test_model_selection(context: BrowserContext, url: str, stand_in: StandIn):
     tab.ended()
     assert stand_in.bodies[-1]["model"] == "quill-draft"
     until(
-        lambda: stand_in.watched[-1] == "quill-draft", tab.page, "the page does not poll its engine"
+        lambda: stand_in.watched[-1] == "quill-draft", tab.page, "the page does not follow its engine"
     )
     expect(tab.page).to_have_title("quill-draft on Quire")
     tab.check(False)
@@ -1271,7 +1271,7 @@ def test_unready_engine_shows_only_its_state(tab: Tab, stand_in: StandIn, state:
     expect(tab.page.locator("#engine")).not_to_have_class(re.compile("away"))
 
 
-def test_hidden_tab_stops_polling(tab: Tab, stand_in: StandIn):
+def test_hidden_tab_stops_live_updates(tab: Tab, stand_in: StandIn):
     hide = """hidden => { Object.defineProperty(document, "hidden", {configurable: true, get: () => hidden});
         document.dispatchEvent(new Event("visibilitychange")) }"""
     tab.page.evaluate(hide, True)

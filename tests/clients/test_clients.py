@@ -1,7 +1,6 @@
-"""Clients that are not OpenAI's or Anthropic's own, each in an environment of its own: `make
-test-clients`.
+"""Third-party clients, each in its own virtual environment: `make test-clients`.
 
-Each program says what it needs in its head, as scripts for Python do.
+The head of each program lists its dependencies as inline script metadata.
 """
 
 import hashlib
@@ -22,24 +21,26 @@ from quire.tests.support.talk import bundled_server, scripted_server
 PROGRAMS = {
     path.stem.removeprefix("use_"): path for path in sorted(Path(__file__).parent.glob("use_*.py"))
 }
-HOME = Path(sys.prefix) / "clients"
-HEAD = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///$", re.MULTILINE)
+ENVIRONMENTS = Path(sys.prefix) / "clients"
+SCRIPT_HEAD = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///$", re.MULTILINE)
 
 
-def environment(program: Path) -> Path:
-    """The Python of a program's environment, which is made where it is missing or its needs are
-    others.
+def make_environment(program: Path) -> Path:
+    """The Python of the program's environment, which is created if missing or if its dependencies
+    have changed.
     """
-    found = HEAD.search(program.read_text())
-    assert found, f"{program.name} does not say what it needs"
-    needs = tomllib.loads(re.sub(r"^# ?", "", found[1], flags=re.MULTILINE))["dependencies"]
-    folder = HOME / program.stem.removeprefix("use_")
+    script_head = SCRIPT_HEAD.search(program.read_text())
+    assert script_head, f"{program.name} does not list its dependencies"
+    dependencies = tomllib.loads(re.sub(r"^# ?", "", script_head[1], flags=re.MULTILINE))[
+        "dependencies"
+    ]
+    folder = ENVIRONMENTS / program.stem.removeprefix("use_")
     python = folder / "bin" / "python"
-    stamp = folder / hashlib.sha256(str(needs).encode()).hexdigest()[:16]
+    stamp = folder / hashlib.sha256(str(dependencies).encode()).hexdigest()[:16]
     if not stamp.is_file():
         venv.create(folder, clear=True, with_pip=False)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
-        subprocess.run([*pip, "install", "--quiet", "--no-compile", *needs], check=True)
+        subprocess.run([*pip, "install", "--quiet", "--no-compile", *dependencies], check=True)
         stamp.touch()
     return python
 
@@ -51,20 +52,20 @@ def urls():
 
 
 @pytest.mark.parametrize("name", thinned(PROGRAMS, ["langchain", "litellm", "llm"]))
-def test_a_client(name, urls, tmp_path):
+def test_client_program(name, urls, tmp_path):
     """The program asserts what it must see."""
     program = PROGRAMS[name]
-    plain = {
+    clean_environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHON", "JAX", "XLA", "HF"))
     }
-    done = subprocess.run(
-        [environment(program), program, *urls],
-        env=plain | {"HOME": str(tmp_path), "PYTHONUTF8": "1"},
+    process = subprocess.run(
+        [make_environment(program), program, *urls],
+        env=clean_environment | {"HOME": str(tmp_path), "PYTHONUTF8": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["instructor>=1.12,<2"]
 # ///
-"""instructor: an object of a class in each of its modes, whole, in parts, and several."""
+"""instructor: an object of a class in each of its modes, complete and partial."""
 
 import sys
 from typing import Literal
@@ -19,7 +19,7 @@ class Person(BaseModel):
     city: str
 
 
-asked = {
+request = {
     "model": "quill",
     "temperature": 0,
     "max_retries": 0,
@@ -28,7 +28,7 @@ asked = {
 DAVID = {"name": "David", "job": "painter", "city": "Lagos"}
 for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT):
     client = instructor.from_openai(OpenAI(base_url=f"{bundled}/v1", api_key="none"), mode=mode)
-    found = client.chat.completions.create(response_model=Person, **asked)
-    assert found.model_dump() == DAVID, (mode, found)
-    *parts, last = client.chat.completions.create_partial(response_model=Person, **asked)
-    assert len(parts) > 1 and last.model_dump() == DAVID, (mode, last)
+    person = client.chat.completions.create(response_model=Person, **request)
+    assert person.model_dump() == DAVID, (mode, person)
+    *partial_people, last = client.chat.completions.create_partial(response_model=Person, **request)
+    assert len(partial_people) > 1 and last.model_dump() == DAVID, (mode, last)

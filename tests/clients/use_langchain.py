@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["langchain>=1,<2", "langchain-openai>=1,<2"]
 # ///
-"""LangChain: answers, streams, batches, an agent with a tool, and an object of a class."""
+"""LangChain: answers, streams, batches, an agent with a tool, and structured output."""
 
 import sys
 from typing import Literal
@@ -31,22 +31,22 @@ def said(text: str) -> str:
 
 
 model = ChatOpenAI(model="quill", base_url=f"{scripted}/v1", api_key="none")
-found = model.invoke("hello")
-assert found.content == said("hello") and found.usage_metadata["output_tokens"] > 0, found
+result = model.invoke("hello")
+assert result.content == said("hello") and result.usage_metadata["output_tokens"] > 0, result
 assert "".join(chunk.content for chunk in model.stream("hello")) == said("hello")
 assert [message.content for message in model.batch(["a", "b"])] == [said("a"), said("b")]
 
 for over_responses in (False, True):
-    asking = ChatOpenAI(
+    chat_model = ChatOpenAI(
         model="quill", base_url=f"{scripted}/v1", api_key="none", use_responses_api=over_responses
     )
-    agent = create_agent(asking, [weather])
+    agent = create_agent(chat_model, [weather])
     messages = agent.invoke({"messages": [("user", "weather in Rome and in Paris")]})["messages"]
     assert [message.type for message in messages] == ["human", "ai", "tool", "tool", "ai"], messages
     assert messages[-1].text == "It is sun in Rome and sun in Paris.", messages
 
-sure = ChatOpenAI(model="quill", base_url=f"{bundled}/v1", api_key="none", temperature=0)
+bundled_model = ChatOpenAI(model="quill", base_url=f"{bundled}/v1", api_key="none", temperature=0)
 for method in ("json_schema", "function_calling"):
-    shaped = sure.with_structured_output(Person, method=method)
-    found = shaped.invoke("Give JSON for: David is a painter in Lagos")
-    assert found == Person(name="David", job="painter", city="Lagos"), (method, found)
+    structured_model = bundled_model.with_structured_output(Person, method=method)
+    result = structured_model.invoke("Give JSON for: David is a painter in Lagos")
+    assert result == Person(name="David", job="painter", city="Lagos"), (method, result)

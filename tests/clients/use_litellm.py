@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["litellm>=1.80,<2"]
 # ///
-"""litellm, which knows the server as OpenAI's, as vLLM's, and as Anthropic's."""
+"""litellm, which calls the server as OpenAI's, vLLM's and Anthropic's."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import litellm
 
 scripted, bundled = sys.argv[1:]
 HELLO = [{"role": "user", "content": "hello"}]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 WEATHER = {
     "type": "function",
     "function": {
@@ -29,24 +29,28 @@ for model, base in (
     ("hosted_vllm/quill", f"{scripted}/v1"),
     ("anthropic/quill", scripted),
 ):
-    at = {"model": model, "api_base": base, "api_key": "none"}
-    found = litellm.completion(messages=HELLO, max_tokens=100, **at)
-    assert found.choices[0].message.content == SAID, found
-    assert found.choices[0].finish_reason == "stop" and found.usage.completion_tokens > 0, found
+    endpoint = {"model": model, "api_base": base, "api_key": "none"}
+    completion = litellm.completion(messages=HELLO, max_tokens=100, **endpoint)
+    assert completion.choices[0].message.content == EXPECTED_ANSWER, completion
+    assert (
+        completion.choices[0].finish_reason == "stop" and completion.usage.completion_tokens > 0
+    ), completion
 
-    chunks = litellm.completion(messages=HELLO, max_tokens=100, stream=True, **at)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == SAID, model
+    chunks = litellm.completion(messages=HELLO, max_tokens=100, stream=True, **endpoint)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == EXPECTED_ANSWER, (
+        model
+    )
 
     messages = [{"role": "user", "content": "weather in Rome"}]
     message = (
-        litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **at)
+        litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **endpoint)
         .choices[0]
         .message
     )
     (call,) = message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Rome"}, message
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
-    last = litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **at)
+    last = litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **endpoint)
     assert last.choices[0].message.content == "It is sun.", last
 
 person = {
@@ -59,7 +63,7 @@ person = {
     "required": ["name", "job", "city"],
     "additionalProperties": False,
 }
-found = litellm.completion(
+completion = litellm.completion(
     model="openai/quill",
     api_base=f"{bundled}/v1",
     api_key="none",
@@ -70,8 +74,8 @@ found = litellm.completion(
         "json_schema": {"name": "person", "schema": person, "strict": True},
     },
 )
-assert json.loads(found.choices[0].message.content) == {
+assert json.loads(completion.choices[0].message.content) == {
     "name": "David",
     "job": "painter",
     "city": "Lagos",
-}, found
+}, completion

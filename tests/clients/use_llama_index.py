@@ -11,7 +11,7 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 scripted, bundled = sys.argv[1:]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 
 
 def weather(city: str) -> str:
@@ -30,18 +30,20 @@ def model(url: str) -> OpenAILike:
     )
 
 
-asked = [ChatMessage(role="user", content="hello")]
-assert model(scripted).chat(asked).message.content == SAID
-assert "".join(part.delta or "" for part in model(scripted).stream_chat(asked)) == SAID
+messages = [ChatMessage(role="user", content="hello")]
+assert model(scripted).chat(messages).message.content == EXPECTED_ANSWER
+assert (
+    "".join(chunk.delta or "" for chunk in model(scripted).stream_chat(messages)) == EXPECTED_ANSWER
+)
 assert (
     model(bundled).chat([ChatMessage(role="user", content="Sort: 39 84 36 90")]).message.content
     == "36 39 84 90"
 )
 
 
-async def ask() -> str:
+async def run_agent() -> str:
     agent = FunctionAgent(tools=[weather], llm=model(scripted))
     return str(await agent.run("weather in Rome and in Paris"))
 
 
-assert (found := asyncio.run(ask())) == "It is sun in Rome and sun in Paris.", found
+assert (answer := asyncio.run(run_agent())) == "It is sun in Rome and sun in Paris.", answer

@@ -1,9 +1,7 @@
 # /// script
 # dependencies = ["llm>=0.27,<1"]
 # ///
-"""`llm`, Simon Willison's command: a model by a line of YAML; answers, streams, a tool and a
-schema.
-"""
+"""Simon Willison's `llm` command: models in YAML; answers, streams, a tool and a schema."""
 
 import json
 import os
@@ -13,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 scripted, bundled = sys.argv[1:]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 MODELS = f"""
 - model_id: quill
   model_name: quill
@@ -41,19 +39,21 @@ PERSON = {
 with tempfile.TemporaryDirectory() as home:
     (Path(home) / "extra-openai-models.yaml").write_text(MODELS)
 
-    def llm(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "llm", *words],
+    def llm(*arguments: str) -> str:
+        process = subprocess.run(
+            [sys.executable, "-m", "llm", *arguments],
             env=os.environ | {"LLM_USER_PATH": home, "OPENAI_API_KEY": "none"},
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.rstrip("\n")
+        assert process.returncode == 0, process.stderr
+        return process.stdout.rstrip("\n")
 
-    assert llm("-m", "quill", "hello") == llm("-m", "quill", "hello", "--no-stream") == SAID
-    found = llm("-m", "quill", "--functions", WEATHER, "weather in Rome and in Paris")
-    assert found.endswith("It is sun in Rome and sun in Paris."), found
-    asked = "Give JSON for: David is a painter in Lagos"
-    found = llm("-m", "sure", "-o", "temperature", "0", "--schema", json.dumps(PERSON), asked)
-    assert json.loads(found) == {"name": "David", "job": "painter", "city": "Lagos"}, found
+    assert (
+        llm("-m", "quill", "hello") == llm("-m", "quill", "hello", "--no-stream") == EXPECTED_ANSWER
+    )
+    output = llm("-m", "quill", "--functions", WEATHER, "weather in Rome and in Paris")
+    assert output.endswith("It is sun in Rome and sun in Paris."), output
+    prompt = "Give JSON for: David is a painter in Lagos"
+    output = llm("-m", "sure", "-o", "temperature", "0", "--schema", json.dumps(PERSON), prompt)
+    assert json.loads(output) == {"name": "David", "job": "painter", "city": "Lagos"}, output

@@ -26,16 +26,16 @@ def weather(city: str) -> str:
     return f"sun in {city}"
 
 
-async def ask() -> None:
+async def run_agents() -> None:
     client = AsyncOpenAI(base_url=f"{scripted}/v1", api_key="none")
-    for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+    for model_class in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         agent = Agent(
-            name="clerk", model=kind(model="quill", openai_client=client), tools=[weather]
+            name="clerk", model=model_class(model="quill", openai_client=client), tools=[weather]
         )
-        found = await Runner.run(agent, "weather in Rome and in Paris")
-        assert found.final_output == "It is sun in Rome and sun in Paris.", (
-            kind,
-            found.final_output,
+        result = await Runner.run(agent, "weather in Rome and in Paris")
+        assert result.final_output == "It is sun in Rome and sun in Paris.", (
+            model_class,
+            result.final_output,
         )
 
         stream = Runner.run_streamed(agent, "hello")
@@ -46,8 +46,8 @@ async def ask() -> None:
                 and event.data.type == "response.output_text.delta"
             ):
                 text += event.data.delta
-        assert text == stream.final_output == "You said: hello – 世界 👩‍🚀", (kind, text)
+        assert text == stream.final_output == "You said: hello – 世界 👩‍🚀", (model_class, text)
     await client.close()
 
 
-asyncio.run(ask())
+asyncio.run(run_agents())

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["pydantic-ai-slim[openai]>=1.20,<3"]
 # ///
-"""Pydantic AI: answers, streams, a tool, and an object of a class."""
+"""Pydantic AI: answers, streams, a tool, and structured output."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 scripted, bundled = sys.argv[1:]
-SAID = "You said: hello – 世界 👩‍🚀"
+EXPECTED_ANSWER = "You said: hello – 世界 👩‍🚀"
 
 
 class Person(BaseModel):
@@ -26,24 +26,24 @@ def provider(url: str) -> OpenAIProvider:
     return OpenAIProvider(base_url=f"{url}/v1", api_key="none")
 
 
-for kind in (OpenAIChatModel, OpenAIResponsesModel):
-    agent = Agent(kind("quill", provider=provider(scripted)))
+for model_class in (OpenAIChatModel, OpenAIResponsesModel):
+    agent = Agent(model_class("quill", provider=provider(scripted)))
 
     @agent.tool_plain
     def weather(city: str) -> str:
         """The weather of a city."""
         return f"sun in {city}"
 
-    assert agent.run_sync("hello").output == SAID
-    found = agent.run_sync("weather in Rome and in Paris")
-    assert found.output == "It is sun in Rome and sun in Paris.", found
-    assert found.usage.requests == 2, found.usage
+    assert agent.run_sync("hello").output == EXPECTED_ANSWER
+    result = agent.run_sync("weather in Rome and in Paris")
+    assert result.output == "It is sun in Rome and sun in Paris.", result
+    assert result.usage.requests == 2, result.usage
 
     async def streamed(agent: Agent = agent) -> str:
         async with agent.run_stream("hello") as stream:
             return [text async for text in stream.stream_text()][-1]
 
-    assert asyncio.run(streamed()) == SAID
+    assert asyncio.run(streamed()) == EXPECTED_ANSWER
 
 for output in (NativeOutput(Person), ToolOutput(Person)):
     agent = Agent(
@@ -51,5 +51,5 @@ for output in (NativeOutput(Person), ToolOutput(Person)):
         output_type=output,
         model_settings={"temperature": 0},
     )
-    found = agent.run_sync("Give JSON for: David is a painter in Lagos").output
-    assert found == Person(name="David", job="painter", city="Lagos"), (output, found)
+    result = agent.run_sync("Give JSON for: David is a painter in Lagos").output
+    assert result == Person(name="David", job="painter", city="Lagos"), (output, result)

@@ -1,7 +1,6 @@
-"""One model over several devices, which a CPU pretends to have: run by test_eight_devices.py, in
-its own process.
+"""One model over eight simulated CPU devices; run by test_eight_devices.py in a process of its own.
 
-The golden files say what transformers computed from the same weights.
+Golden files have what transformers computed from the same weights.
 """
 
 import re
@@ -33,58 +32,58 @@ from quire.tests.support.golden.recorded import TOLERANCE, Golden, check_answers
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
 
-NAMED = {variant.name: variant for variant in VARIANTS}
-MESHES = ((2, 2), (4, 1), (1, 3), (2, 4), (2, 1))  # tensor, expert
+VARIANT_BY_NAME = {variant.name: variant for variant in VARIANTS}
+MESHES = ((2, 2), (4, 1), (1, 3), (2, 4), (2, 1))  # (tensor, expert)
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    return lru_cache(lambda name: Golden(NAMED[name], tmp_path_factory.mktemp("g")))
+    return lru_cache(lambda name: Golden(VARIANT_BY_NAME[name], tmp_path_factory.mktemp("g")))
 
 
-def meshes(config) -> list[tuple[int, int]]:
-    """Those over which a model can be split, one for each number of devices and the mixed ones."""
+def supported_meshes(config) -> list[tuple[int, int]]:
+    """The meshes over which the model can be split."""
     return [sizes for sizes in MESHES if splits(config, tensor=sizes[0], expert=sizes[1])]
 
 
-FEW = ["gemma4-shared", "deepseek-v3", "mamba2"]
+QUICK_FAMILIES = ["gemma4-shared", "deepseek-v3", "mamba2"]
 
 
-@pytest.mark.parametrize("name", thinned(NAMED, FEW))
-def test_logits(name, golden):
-    made = golden(name)
-    config = loader.read_config(made.folder, "float32", NAMED[name].max_len)
-    whole = made.prompts[0] + made.tokens[0]
-    rows = np.array([position for position in POSITIONS if position < len(whole)])
-    tried = 0
-    for tensor, expert in meshes(config):
+@pytest.mark.parametrize("name", thinned(VARIANT_BY_NAME, QUICK_FAMILIES))
+def test_golden_logits_over_meshes(name, golden):
+    golden_case = golden(name)
+    config = loader.read_config(golden_case.folder, "float32", VARIANT_BY_NAME[name].max_len)
+    tokens = golden_case.prompts[0] + golden_case.tokens[0]
+    rows = np.array([position for position in POSITIONS if position < len(tokens)])
+    num_meshes = 0
+    for tensor, expert in supported_meshes(config):
         quantised = any(layer.moe is not None and layer.moe.quant for layer in config.layers)
         if quantised and tensor > 1:
             continue
         mesh = make_mesh(tensor=tensor, expert=expert)
-        weights = loader.load(made.folder, config, Placement(mesh))
-        dummy = loader.load(made.folder, config, Placement(mesh), load_format="dummy")
+        weights = loader.load(golden_case.folder, config, Placement(mesh))
+        dummy = loader.load(golden_case.folder, config, Placement(mesh), load_format="dummy")
         assert [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(dummy)] == [
             (leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(weights)
         ]
-        places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = partial(uncached.forward, config=local_config(config, mesh), axes=device_axes(mesh))
         run = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(places, P()),
+            in_specs=(specs, P()),
             out_specs=P(None, None, "tensor"),
             check_vma=False,
         )
-        logits = np.asarray(jax.jit(run)(weights, jnp.array([whole])))[0]
+        logits = np.asarray(jax.jit(run)(weights, jnp.array([tokens])))[0]
         np.testing.assert_allclose(
-            logits[rows, : config.vocab_size], made.logits, rtol=0, atol=TOLERANCE
+            logits[rows, : config.vocab_size], golden_case.logits, rtol=0, atol=TOLERANCE
         )
         assert (logits[:, config.vocab_size :] == -np.inf).all()
-        tried += 1
-        if tried == 2:
+        num_meshes += 1
+        if num_meshes == 2:
             break
-    assert tried
+    assert num_meshes
 
 
 ENGINES = {
@@ -101,18 +100,18 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", thinned(ENGINES, ["gemma4-shared", "deepseek-v3"]))
-def test_greedy_tokens(name, golden):
-    """Alone and in a batch of unequal lengths, in chunks."""
-    made = golden(name)
-    llm = make(made.folder, max_model_len=NAMED[name].max_len, **ENGINES[name])
-    check_answers(llm, made, tolerance=1e-4)
-    llm.engine.runner.reset()  # as after a step that failed
+def test_golden_greedy_tokens(name, golden):
+    """Alone, and in chunked batches of unequal lengths."""
+    golden_case = golden(name)
+    llm = make_llm(golden_case.folder, max_model_len=VARIANT_BY_NAME[name].max_len, **ENGINES[name])
+    check_answers(llm, golden_case, tolerance=1e-4)
+    llm.engine.runner.reset()  # as after a failed step
     llm.reset_prefix_cache()
-    check_answers(llm, made, tolerance=1e-4)
+    check_answers(llm, golden_case, tolerance=1e-4)
     assert llm.engine.runner.compiles.recompiles == 0
 
 
-def make(folder, **options) -> LLM:
+def make_llm(folder, **options) -> LLM:
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -124,7 +123,7 @@ def make(folder, **options) -> LLM:
     )
 
 
-ASKED = [
+SAMPLING = [
     SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2, ignore_eos=True),
     SamplingParams(
         temperature=0, max_tokens=12, repetition_penalty=1.7, frequency_penalty=0.5, ignore_eos=True
@@ -147,45 +146,49 @@ ASKED = [
 ]
 
 
-MANY = {
+MESH_OPTIONS = {
     "tensor 2": {"tensor_parallel_size": 2}, "tensor 4": {"tensor_parallel_size": 4},
     "context": {"context_parallel_size": 2}, "stages": {"pipeline_parallel_size": 2},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", thinned(MANY, ["tensor 4"]))
-def test_every_parameter(name, golden):
-    """Biases, bans, penalties and scores, whose rows are split by words, give what one device
-    gives.
+@pytest.mark.parametrize("name", thinned(MESH_OPTIONS, ["tensor 4"]))
+def test_sampling_parameters_equal_one_device(name, golden):
+    """Biases, bans, penalties and logprobs, whose rows are split over the vocabulary, equal those
+    of one device.
     """
     folder = golden("qwen3").folder
     prompts = [
         {"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]}
-        for i in range(len(ASKED))
+        for i in range(len(SAMPLING))
     ]
     results = [
-        make(folder, **options).generate(prompts, ASKED, use_tqdm=False)
-        for options in ({}, MANY[name])
+        make_llm(folder, **options).generate(prompts, SAMPLING, use_tqdm=False)
+        for options in ({}, MESH_OPTIONS[name])
     ]
-    for alone, together in zip(*results, strict=True):
-        assert alone.outputs[0].token_ids == together.outputs[0].token_ids
-        pairs = [(alone.outputs[0].logprobs or [], together.outputs[0].logprobs or [])]
-        pairs.append(((alone.prompt_logprobs or [])[1:], (together.prompt_logprobs or [])[1:]))
-        for entry, other in (both for pair in pairs for both in zip(*pair, strict=True)):
+    for single_device, sharded in zip(*results, strict=True):
+        assert single_device.outputs[0].token_ids == sharded.outputs[0].token_ids
+        pairs = [(single_device.outputs[0].logprobs or [], sharded.outputs[0].logprobs or [])]
+        pairs.append(
+            ((single_device.prompt_logprobs or [])[1:], (sharded.prompt_logprobs or [])[1:])
+        )
+        for entry, expected_entry in (
+            entries for pair in pairs for entries in zip(*pair, strict=True)
+        ):
             assert {token: value.rank for token, value in entry.items()} == {
-                token: value.rank for token, value in other.items()
+                token: value.rank for token, value in expected_entry.items()
             }
             for token, value in entry.items():
-                assert value.logprob == pytest.approx(other[token].logprob, abs=2e-5)
+                assert value.logprob == pytest.approx(expected_entry[token].logprob, abs=2e-5)
 
 
 SAMPLERS = {"xla": xla, "branchless": branchless}
 
 
 @pytest.mark.parametrize("name", thinned(SAMPLERS, ["xla"]))
-def test_draws_follow_the_distribution(name, monkeypatch):
-    """Over a vocabulary that does not divide: chances of the words, cut by top-k and top-p, and of
-    no others.
+def test_sampled_tokens_follow_the_distribution(name, monkeypatch):
+    """Over an indivisible vocabulary: frequencies match the probabilities after top-k and top-p,
+    and no other token is sampled.
     """
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)
     V = 61
@@ -194,35 +197,36 @@ def test_draws_follow_the_distribution(name, monkeypatch):
     logits_V = np.random.default_rng(0).normal(0, 1.5, V).astype(np.float32)
     padded_V = np.pad(logits_V, (0, -V % 4), constant_values=-np.inf)
     for top_k, top_p in ((0, 1.0), (9, 1.0), (0, 0.7), (30, 0.9)):
-        inputs = inputs_of(R, top_k, top_p)
+        inputs = sampling_inputs(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
-        places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(
+        specs = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(
             logprob_token_ids_BL=P()
         )
         run = jax.shard_map(
             partial(SAMPLERS[name].sample, axis=device_axes(mesh).tensor), mesh=mesh,
-            in_specs=(P(None, "tensor"), places, P()), out_specs=P(), check_vma=False,
+            in_specs=(P(None, "tensor"), specs, P()), out_specs=P(), check_vma=False,
         )  # fmt: skip
-        drawn = jax.jit(run)(jnp.tile(padded_V, (R, 1)), state, inputs)
-        tokens = np.asarray(drawn.tokens_R)
-        chances = np.exp(logits_V.astype(np.float64))
-        chances /= chances.sum()
-        order = np.argsort(-chances)
-        kept = order[: top_k or V]
+        sampled = jax.jit(run)(jnp.tile(padded_V, (R, 1)), state, inputs)
+        tokens = np.asarray(sampled.tokens_R)
+        probabilities = np.exp(logits_V.astype(np.float64))
+        probabilities /= probabilities.sum()
+        order = np.argsort(-probabilities)
+        candidates = order[: top_k or V]
         if top_p < 1:
-            within = np.cumsum(chances[kept] / chances[kept].sum())
-            kept = kept[: int(np.searchsorted(within, top_p)) + 1]
-        assert set(tokens) <= set(kept.tolist())
-        expected = chances[kept] / chances[kept].sum() * R
-        seen = np.bincount(tokens, minlength=V)[kept]
-        few = expected < 5
-        seen, expected = (
-            np.append(x[~few], x[few].sum()) if few.any() else x for x in (seen, expected)
+            cumulative = np.cumsum(probabilities[candidates] / probabilities[candidates].sum())
+            candidates = candidates[: int(np.searchsorted(cumulative, top_p)) + 1]
+        assert set(tokens) <= set(candidates.tolist())
+        expected = probabilities[candidates] / probabilities[candidates].sum() * R
+        observed = np.bincount(tokens, minlength=V)[candidates]
+        is_rare = expected < 5
+        observed, expected = (
+            np.append(x[~is_rare], x[is_rare].sum()) if is_rare.any() else x
+            for x in (observed, expected)
         )
-        assert stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
+        assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
 
 
-def inputs_of(R: int, top_k: int, top_p: float) -> sampling.SamplingInputs:
+def sampling_inputs(R: int, top_k: int, top_p: float) -> sampling.SamplingInputs:
     def full(value, dtype=jnp.float32):
         return jnp.full(R, value, dtype)
 
@@ -248,19 +252,19 @@ def inputs_of(R: int, top_k: int, top_p: float) -> sampling.SamplingInputs:
     )
 
 
-def test_what_a_step_sends(golden):
-    """Two sums a layer and one for the words; nothing as large as a weight or the vocabulary is
-    gathered.
+def test_collectives_of_a_decode_step(golden):
+    """Two all-reduces per layer and one for the embedding; nothing as large as a weight or the
+    logits is gathered.
     """
-    llm = make(golden("llama").folder, tensor_parallel_size=4)
+    llm = make_llm(golden("llama").folder, tensor_parallel_size=4)
     runner = llm.engine.runner
     config = runner.config
     rows = 4
     size = choose(runner.batch_builder.layouts, rows, rows, rows, True)
     text = runner.compiled[size].as_text()
-    sums = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
-    wide = [shape for _, shape in sums if shape == f"{rows},{config.dim}"]
-    assert len(wide) == 2 * len(config.layers) + 1
+    all_reduces = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
+    row_sums = [shape for _, shape in all_reduces if shape == f"{rows},{config.dim}"]
+    assert len(row_sums) == 2 * len(config.layers) + 1
     gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", text)
     sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in gathered]
     assert max(sizes) <= 4 * rows * xla.CANDIDATES < rows * config.vocab_size * 4
@@ -268,27 +272,29 @@ def test_what_a_step_sends(golden):
     assert text.count("may-alias") + text.count("must-alias") >= len(jax.tree.leaves(runner.state))
 
 
-def test_memory_is_divided(golden):
+def test_weights_and_pages_are_sharded(golden):
     folder = golden("llama").folder
-    one, four = (make(folder, tensor_parallel_size=n).engine.runner for n in (1, 4))
-    config = one.config
-    whole = held_bytes(loader.load(folder, config, skip_packing=True))
+    single, sharded = (make_llm(folder, tensor_parallel_size=n).engine.runner for n in (1, 4))
+    config = single.config
+    single_device_bytes = held_bytes(loader.load(folder, config, skip_packing=True))
     norms = 4 * config.dim * (2 * len(config.layers) + 1)
     assert {layer.attention.kv_heads for layer in config.layers} == {4}
-    assert held_bytes(four.weights) == pytest.approx((whole - norms) / 4 + norms, rel=0.01)
+    assert held_bytes(sharded.weights) == pytest.approx(
+        (single_device_bytes - norms) / 4 + norms, rel=0.01
+    )
     pages, whole_pages = (
-        held_bytes(runner.state.pages) / runner.num_pages[0] for runner in (four, one)
+        held_bytes(runner.state.pages) / runner.num_pages[0] for runner in (sharded, single)
     )
     assert pages == whole_pages / 4
-    size = max(four.compiled)
-    used = four.compiled[size].memory_analysis()
-    assert used.argument_size_in_bytes == pytest.approx(
-        held_bytes((four.weights, four.state)), rel=0.05
+    size = max(sharded.compiled)
+    memory = sharded.compiled[size].memory_analysis()
+    assert memory.argument_size_in_bytes == pytest.approx(
+        held_bytes((sharded.weights, sharded.state)), rel=0.05
     )
 
 
-PAGES = [
-    ("mistral", {"tensor_parallel_size": 4}),  # several devices have the same head
+PAGE_CASES = [
+    ("mistral", {"tensor_parallel_size": 4}),  # several devices share a head
     ("llama", {"context_parallel_size": 2, "kv_cache_dtype": "int8"}),
     ("llama", {"tensor_parallel_size": 2}),
     ("llama", {"tensor_parallel_size": 2, "kv_cache_dtype": "int4"}),
@@ -297,47 +303,49 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "many"), nightly_from(1, PAGES))
-def test_pages_come_back(name, many, golden):
-    """HostCache and sleep move pages that are split, and give back the same."""
+@pytest.mark.parametrize(("name", "mesh_options"), nightly_from(1, PAGE_CASES))
+def test_sharded_pages_survive_offload_and_sleep(name, mesh_options, golden):
+    """The host cache and sleep move sharded pages and restore the same contents."""
     folder = golden(name).folder
     prompts = [{"prompt_token_ids": [(i * 11 + j) % 160 for j in range(70)]} for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
-    options = {**many, "max_model_len": 96}
-    wanted = make(folder, **options).generate(prompts, params, use_tqdm=False)
-    small = make(folder, **options | {"kv_cache_host_bytes": 16 << 20})
+    options = {**mesh_options, "max_model_len": 96}
+    expected = make_llm(folder, **options).generate(prompts, params, use_tqdm=False)
+    offloading_llm = make_llm(folder, **options | {"kv_cache_host_bytes": 16 << 20})
     for _ in range(2):
-        found = small.generate(prompts, params, use_tqdm=False)
-        assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in wanted]
-        small.sleep()
-        small.wake_up()
+        outputs = offloading_llm.generate(prompts, params, use_tqdm=False)
+        assert [x.outputs[0].token_ids for x in outputs] == [
+            x.outputs[0].token_ids for x in expected
+        ]
+        offloading_llm.sleep()
+        offloading_llm.wake_up()
 
 
-def test_replicas_have_folders_of_their_own(golden, tmp_path):
-    """What they leave on disk is there at the next start, and is what is computed without it."""
+def test_replicas_have_separate_disk_caches(golden, tmp_path):
+    """Pages on disk are found after a restart and give the outputs computed without them."""
     folder = golden("llama").folder
     prompts = [{"prompt_token_ids": [(i * 11 + j) % 160 for j in range(70)]} for i in range(12)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    wanted = make(folder, max_model_len=96).generate(prompts, params, use_tqdm=False)
-    for again in (False, True):
-        with make(
+    expected = make_llm(folder, max_model_len=96).generate(prompts, params, use_tqdm=False)
+    for is_restarted in (False, True):
+        with make_llm(
             folder,
             data_parallel_size=2,
             max_model_len=96,
             kv_cache_host_bytes=1 << 20,
             kv_cache_disk=str(tmp_path),
         ) as llm:
-            found = llm.generate(prompts, params, use_tqdm=False)
-            assert [x.outputs[0].token_ids for x in found] == [
-                x.outputs[0].token_ids for x in wanted
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [x.outputs[0].token_ids for x in outputs] == [
+                x.outputs[0].token_ids for x in expected
             ]
-            assert (sum(x.num_cached_tokens for x in found) == 12 * 64) == again
+            assert (sum(x.num_cached_tokens for x in outputs) == 12 * 64) == is_restarted
     assert {path.name for path in tmp_path.iterdir()} == {"replica-0", "replica-1"}
     assert all(any(path.iterdir()) for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("llama", {"tensor_parallel_size": 3}, "tensor_parallel_size is 3.*it can be 1, 2, 4"),
         ("llama", {"expert_parallel_size": 2}, "expert_parallel_size is 2.*it can be 1"),
@@ -357,26 +365,28 @@ def test_replicas_have_folders_of_their_own(golden, tmp_path):
         ("gpt-oss", {"tensor_parallel_size": 2}, "use expert_parallel_size"),
     ],
 )
-def test_sizes_that_cannot_be(name, options, said, golden):
-    with pytest.raises(ModelError, match=said):
-        make(golden(name).folder, **options)
+def test_unsupported_mesh_sizes_are_rejected(name, options, message, golden):
+    with pytest.raises(ModelError, match=message):
+        make_llm(golden(name).folder, **options)
 
 
 @pytest.mark.nightly
-def test_rounded_weights(golden):
-    """Int8 over two devices: near what one says, as each rounds its own columns of the rows."""
+def test_int8_scores_are_near_one_device(golden):
+    """Scores are near, not equal, since each device quantizes its own columns of the
+    activations.
+    """
     folder = golden("llama").folder
     prompts = [{"prompt_token_ids": list(range(3, 40))}]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     for quantization in ("int8", "int8-weights"):
-        one, two = (
-            make(folder, quantization=quantization, tensor_parallel_size=n).generate(
+        single, sharded = (
+            make_llm(folder, quantization=quantization, tensor_parallel_size=n).generate(
                 prompts, params, use_tqdm=False
             )[0]
             for n in (1, 2)
         )
         scores = [
             [next(iter(entry.values())).logprob for entry in x.prompt_logprobs[1:]]
-            for x in (one, two)
+            for x in (single, sharded)
         ]
         assert 0 < np.abs(np.subtract(*scores)).mean() < 0.03 * np.std(scores[0])

@@ -1,5 +1,5 @@
-"""Adapters over several devices, which a CPU pretends to have: run by test_eight_devices.py, in its
-own process.
+"""LoRA adapters over eight simulated CPU devices; run by test_eight_devices.py in a process of its
+own.
 """
 
 import random
@@ -38,41 +38,43 @@ from quire.tests.support.golden.recorded import Golden
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
 
-NAMED = {variant.name: variant for variant in VARIANTS}
+VARIANT_BY_NAME = {variant.name: variant for variant in VARIANTS}
 SLOTS = 3
 SLOT = 1
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    return lru_cache(lambda name: Golden(NAMED[name], tmp_path_factory.mktemp("g")))
+    return lru_cache(lambda name: Golden(VARIANT_BY_NAME[name], tmp_path_factory.mktemp("g")))
 
 
-def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
-    """Random matrices for all that takes an adapter."""
+def random_adapter(config, rank: int = 4) -> dict[str, np.ndarray]:
+    """Random LoRA matrices for every adaptable weight."""
     rng = np.random.default_rng(0)
-    found = {}
-    for part in (part for target in list_targets(config) for part in target.matrices):
-        module = part.source.name.removesuffix(".weight")
-        outputs, inputs = part.shape
+    tensors = {}
+    for matrix in (matrix for target in list_targets(config) for matrix in target.matrices):
+        module = matrix.source.name.removesuffix(".weight")
+        outputs, inputs = matrix.shape
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             value = rng.standard_normal(shape) * 0.4 / shape[1] ** 0.5
-            found[f"base_model.model.{module}.lora_{half}.weight"] = value.astype(np.float32)
-    return found
+            tensors[f"base_model.model.{module}.lora_{half}.weight"] = value.astype(np.float32)
+    return tensors
 
 
-def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndarray:
-    """The logits of every row with the adapter in one of several slots, on one device or over a
+def compute_logits(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndarray:
+    """Logits of every row with the adapter in one of several slots, on one device or over a
     mesh.
     """
     weights = add_adapter_stacks(
         loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules
     )
     if adapter is not None:
-        found = read_adapter(adapter, config, list_targets(config, modules), 8, folder)
-        matrices = found.matrices if mesh is None else shard_adapter(found, mesh)
-        places = jax.tree.map(lambda leaf: leaf.sharding, adapter_stacks(weights))
-        stacks = jax.device_put(write_slot(adapter_stacks(weights), SLOT, matrices), places)
+        adapter_weights = read_adapter(adapter, config, list_targets(config, modules), 8, folder)
+        matrices = (
+            adapter_weights.matrices if mesh is None else shard_adapter(adapter_weights, mesh)
+        )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, adapter_stacks(weights))
+        stacks = jax.device_put(write_slot(adapter_stacks(weights), SLOT, matrices), shardings)
         weights = with_stacks(weights, stacks)
 
     def run(weights, tokens):
@@ -80,11 +82,11 @@ def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndar
         return uncached.forward(weights, tokens, local_config(config, mesh), device_axes(mesh))
 
     if mesh is not None:
-        places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(places, P()),
+            in_specs=(shardings, P()),
             out_specs=P(None, None, "tensor"),
             check_vma=False,
         )
@@ -106,61 +108,69 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("name", thinned(FAMILIES, ["deepseek-v3"]))
-def test_logits(name, golden, tmp_path):
-    """With every matrix adapted that can be: those of one device."""
-    made = golden(name)
-    config = loader.read_config(made.folder, "float32", NAMED[name].max_len)
-    adapter = peft.write(tmp_path, drawn(config))
-    tokens = jnp.array([made.prompts[0][:24]])
-    one = logits_of(made.folder, config, adapter, tokens)
-    assert np.abs(one - logits_of(made.folder, config, None, tokens)).max() > 0.1
+def test_adapter_logits_equal_one_device(name, golden, tmp_path):
+    """With every adaptable matrix adapted."""
+    golden_case = golden(name)
+    config = loader.read_config(golden_case.folder, "float32", VARIANT_BY_NAME[name].max_len)
+    adapter = peft.write(tmp_path, random_adapter(config))
+    tokens = jnp.array([golden_case.prompts[0][:24]])
+    expected = compute_logits(golden_case.folder, config, adapter, tokens)
+    assert np.abs(expected - compute_logits(golden_case.folder, config, None, tokens)).max() > 0.1
     sizes = [size for size in (2, 4) if splits(config, tensor=size)]
     assert sizes
     for size in sizes:
-        many = logits_of(made.folder, config, adapter, tokens, make_mesh(tensor=size))
-        np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
+        logits = compute_logits(golden_case.folder, config, adapter, tokens, make_mesh(tensor=size))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3, err_msg=str(size))
 
 
 @pytest.mark.parametrize("name", thinned(tiny_moe.CONFIGS, ["qwen3_moe"]))
-def test_experts(name, tmp_path):
-    """Of every expert each device has its own columns; of DoRA the lengths of its own outputs, or
-    of its own sums.
+def test_expert_adapters_equal_one_device(name, tmp_path):
+    """Each device has its own columns of every expert; DoRA norms are of the device's own outputs
+    or partial sums.
     """
     tensors = tiny_moe.write(tmp_path / "base", name)
     config = loader.read_config(tmp_path / "base")
     modules = tiny_moe.MODULES[name]
     tokens = jnp.arange(24)[None]
-    own = peft.draw(tensors, (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"))
+    adapter_tensors = peft.draw(tensors, (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"))
     adapter = peft.write(
-        tmp_path / "adapter", own | peft.magnitude_vectors(tensors, own), {"use_dora": True}
+        tmp_path / "adapter",
+        adapter_tensors | peft.magnitude_vectors(tensors, adapter_tensors),
+        {"use_dora": True},
     )
-    one = logits_of(tmp_path / "base", config, adapter, tokens, modules=modules)
-    assert np.abs(one - logits_of(tmp_path / "base", config, None, tokens)).max() > 0.1
+    expected = compute_logits(tmp_path / "base", config, adapter, tokens, modules=modules)
+    assert np.abs(expected - compute_logits(tmp_path / "base", config, None, tokens)).max() > 0.1
     for size in (2, 4):
-        many = logits_of(
+        logits = compute_logits(
             tmp_path / "base", config, adapter, tokens, make_mesh(tensor=size), modules
         )
-        np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3, err_msg=str(size))
 
 
-def test_the_parts_of_a_fused_weight():
-    """Where each run is split by itself every device has some of each part; where it is not, no
-    ranges would do.
+def test_adapter_ranges_of_a_fused_weight():
+    """If each matrix is split separately, every device has a range of each; otherwise the ranges
+    would be unequal.
     """
-    parts = tuple(
+    matrices = tuple(
         AdaptedMatrix((4, 8), SourceTensor(f"part {n}", (4, 8)), n, 4 * n, 4 * n + 4)
         for n in range(2)
     )
     mesh = make_mesh(tensor=2)
-    fused = AdapterTarget((8,), (8,), (None, Interleaved("heads", (4, 4))), parts)
+    fused = AdapterTarget((8,), (8,), (None, Interleaved("heads", (4, 4))), matrices)
     assert fused.ranges(None) == ((0, 4), (4, 8)) and fused.ranges(mesh) == ((0, 2), (2, 4))
-    assert AdapterTarget((8,), (2, 4), (None, None, "ffn"), parts).ranges(mesh) == ((0, 2), (2, 4))
+    assert AdapterTarget((8,), (2, 4), (None, None, "ffn"), matrices).ranges(mesh) == (
+        (0, 2),
+        (2, 4),
+    )
     with pytest.raises(ModelError, match="the devices have unequal parts of part 0"):
-        AdapterTarget((8,), (8,), (None, "heads"), parts).ranges(mesh)
+        AdapterTarget((8,), (8,), (None, "heads"), matrices).ranges(mesh)
 
 
-COUNT = 9
-CONFIG = tiny.LLAMA | {"intermediate_size": 64, "vocab_size": 97}  # which divides over no devices
+NUM_ADAPTERS = 9
+CONFIG = tiny.LLAMA | {
+    "intermediate_size": 64,
+    "vocab_size": 97,
+}  # a vocabulary that no device count divides
 OPTIONS = {
     "skip_tokenizer_init": True,
     "kv_cache_memory_bytes": 1 << 22,
@@ -169,19 +179,19 @@ OPTIONS = {
     "enable_lora": True,
     "max_loras": SLOTS,
     "max_lora_rank": 8,
-    "max_cpu_loras": COUNT,
+    "max_cpu_loras": NUM_ADAPTERS,
 }
 PARAMS = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Models whose head is their own and is not, and adapters for all of their matrices."""
+    """Models with tied and untied output heads, and adapters for all of their matrices."""
     root = tmp_path_factory.mktemp("adapters")
     tensors = tiny.write(root / "own", CONFIG, tiny.even(tiny.shapes(CONFIG)))
-    tied = CONFIG | {"tie_word_embeddings": True}
-    tiny.write(root / "tied", tied, tiny.even(tiny.shapes(tied)))
-    for number in range(COUNT):
+    tied_config = CONFIG | {"tie_word_embeddings": True}
+    tiny.write(root / "tied", tied_config, tiny.even(tiny.shapes(tied_config)))
+    for number in range(NUM_ADAPTERS):
         rank = 1 + number % 8
         peft.write(
             root / str(number),
@@ -191,8 +201,8 @@ def folders(tmp_path_factory):
     return root
 
 
-def answers(llm, prompts, requests):
-    """Tokens and log-probabilities."""
+def generate_scores(llm, prompts, requests):
+    """Token ids and logprobs of each completion."""
     outputs = [
         output.outputs[0]
         for output in llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=requests)
@@ -203,16 +213,16 @@ def answers(llm, prompts, requests):
     ]
 
 
-def check(found, wanted, near: float = 2e-4) -> None:
-    """The same tokens, and scores that are near."""
-    for (tokens, scores), (own, others) in zip(found, wanted, strict=True):
-        assert tokens == own
-        for score, other in zip(scores, others, strict=True):
-            assert score == pytest.approx(other, abs=near)
+def check_outputs(outputs, expected, tolerance: float = 2e-4) -> None:
+    """Equal tokens, and scores within the tolerance."""
+    for (tokens, scores), (expected_tokens, expected_scores) in zip(outputs, expected, strict=True):
+        assert tokens == expected_tokens
+        for score, expected_score in zip(scores, expected_scores, strict=True):
+            assert score == pytest.approx(expected_score, abs=tolerance)
 
 
 ENGINES = [
-    ("tied", {"tensor_parallel_size": 4}),  # two devices have the same key-value head
+    ("tied", {"tensor_parallel_size": 4}),  # two devices share a key-value head
     ("own", {"tensor_parallel_size": 2}),
     ("own", {"tensor_parallel_size": 2, "quantization": "int8-weights"}),
     ("tied", {"tensor_parallel_size": 2, "quantization": "int8-weights"}),
@@ -226,47 +236,49 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "many"), nightly_from(1, ENGINES), ids=str)
-def test_many_at_once(name, many, folders):
-    """More adapters than slots, and requests without any: the tokens of one device, each as if it
-    were alone.
+@pytest.mark.parametrize(("name", "options"), nightly_from(1, ENGINES), ids=str)
+def test_many_adapters_equal_one_device(name, options, folders):
+    """More adapters than slots, and requests without adapter; each request gives the tokens that it
+    gives alone.
     """
     rng = random.Random(4)
-    numbers = [*range(COUNT), None, 3, None]
+    numbers = [*range(NUM_ADAPTERS), None, 3, None]
     prompts = [[rng.randrange(97) for _ in range(rng.choice([1, 6, 17, 40]))] for _ in numbers]
     requests = [
         None if n is None else LoRARequest(f"a{n}", n + 1, str(folders / str(n))) for n in numbers
     ]
-    alike = {option: value for option, value in many.items() if option == "quantization"}
-    # kernels of rounded weights round rows too, and last bits of a mesh differ
-    near = 2e-2 if alike else 2e-4
-    with LLM(str(folders / name), **OPTIONS, **alike) as one:
-        wanted = answers(one, prompts, requests)
-        whole = held_bytes(adapter_stacks(one.engine.runner.weights))
-    with LLM(str(folders / name), **OPTIONS, **many) as llm:
-        found = answers(llm, prompts, requests)
-        check(found, wanted, near)
+    shared_options = {
+        option: value for option, value in options.items() if option == "quantization"
+    }
+    # quantized kernels round activations too, and a mesh changes last bits
+    tolerance = 2e-2 if shared_options else 2e-4
+    with LLM(str(folders / name), **OPTIONS, **shared_options) as single_llm:
+        expected = generate_scores(single_llm, prompts, requests)
+        single_device_bytes = held_bytes(adapter_stacks(single_llm.engine.runner.weights))
+    with LLM(str(folders / name), **OPTIONS, **options) as llm:
+        outputs = generate_scores(llm, prompts, requests)
+        check_outputs(outputs, expected, tolerance)
         for i in (0, 4, 8, 9):
             llm.reset_prefix_cache()
-            check(answers(llm, [prompts[i]], requests[i]), [found[i]], near)
+            check_outputs(generate_scores(llm, [prompts[i]], requests[i]), [outputs[i]], tolerance)
         llm.sleep()
         llm.wake_up()
-        check(answers(llm, prompts, requests), found, near)
+        check_outputs(generate_scores(llm, prompts, requests), outputs, tolerance)
         assert take_snapshot(llm.engine).recompiles == 0
-        assert held_bytes(adapter_stacks(llm.engine.runner.weights)) < 0.8 * whole
-    assert len({tuple(tokens) for tokens, _ in found}) > COUNT // 2
+        assert held_bytes(adapter_stacks(llm.engine.runner.weights)) < 0.8 * single_device_bytes
+    assert len({tuple(tokens) for tokens, _ in outputs}) > NUM_ADAPTERS // 2
 
 
-def test_adapters_send_nothing(folders):
-    """A step with them sums over the devices what one without them does, and no more."""
+def test_adapters_add_no_collectives(folders):
+    """A step with adapters has the same collectives as one without."""
 
-    def sent(**options) -> list[tuple[str, str]]:
+    def collectives(**options) -> list[tuple[str, str]]:
         with LLM(str(folders / "own"), tensor_parallel_size=2, **options) as llm:
             compiled = llm.engine.runner.compiled
             return sorted(
                 re.findall(r"= (\w+\[[\d,]*\])\S* (all-\w+)\(", compiled[max(compiled)].as_text())
             )
 
-    plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
-    found = sent(**plain)
-    assert sent(**OPTIONS) == found and any(kind == "all-reduce" for _, kind in found)
+    options_without_lora = {name: value for name, value in OPTIONS.items() if "lora" not in name}
+    expected = collectives(**options_without_lora)
+    assert collectives(**OPTIONS) == expected and any(kind == "all-reduce" for _, kind in expected)

@@ -1,5 +1,5 @@
-"""Drafts over several devices leave the answers as they are: run by test_eight_devices.py, in its
-own process.
+"""Speculative decoding over several devices leaves answers unchanged; run by test_eight_devices.py
+in a process of its own.
 """
 
 import random
@@ -27,7 +27,7 @@ from quire.tests.support.recorded_drafts import Recorded
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
 
-NAMED = {variant.name: variant for variant in VARIANTS}
+VARIANT_BY_NAME = {variant.name: variant for variant in VARIANTS}
 SIZES = {
     "dtype": "float32",
     "max_num_seqs": 4,
@@ -36,65 +36,76 @@ SIZES = {
 }
 NGRAM = {"method": "ngram"}
 SUFFIX = {"method": "suffix"}
-MODEL = {"method": "draft_model", "model": "quill-draft"}
-LAYERS = {"method": "self", "num_layers": 4}
-BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
+DRAFT_MODEL = {"method": "draft_model", "model": "quill-draft"}
+SELF_LAYERS = {"method": "self", "num_layers": 4}
+SELF_INT8 = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
 EAGLE, MEDUSA = [{"method": kind, "model": f"quill-{kind}"} for kind in ("eagle", "medusa")]
 MESHES = {
-    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA]),
-    "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE]),
-    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, MEDUSA]),
-    "stages": ({"pipeline": 2}, [SUFFIX, MODEL]),
-    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL]),
-    "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [MODEL]),
+    "tensor": ({"tensor": 2}, [NGRAM, DRAFT_MODEL, SELF_INT8, MEDUSA]),
+    "replicas": ({"data": 2}, [SUFFIX, DRAFT_MODEL, EAGLE]),
+    "context": ({"context": 2}, [NGRAM, DRAFT_MODEL, SELF_LAYERS, MEDUSA]),
+    "stages": ({"pipeline": 2}, [SUFFIX, DRAFT_MODEL]),
+    "three axes": ({"tensor": 2, "data": 2, "context": 2}, [DRAFT_MODEL]),
+    "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [DRAFT_MODEL]),
 }
 
 
-def over(mesh: dict[str, int]) -> dict[str, int]:
+def parallel_sizes(mesh: dict[str, int]) -> dict[str, int]:
     return {f"{axis}_parallel_size": size for axis, size in mesh.items()}
 
 
 @pytest.mark.parametrize("name", thinned(MESHES, ["three axes"]))
-def test_the_answers_of_plain_decoding(name, tmp_path):
-    """Random requests, asked twice, where pages are short and go to host memory: tokens, and scores
-    to the last bit.
+def test_drafting_keeps_answers_of_plain_decoding(name, tmp_path):
+    """Random requests, run twice, with few pages and host offload: equal tokens, and bit-identical
+    scores.
 
     Over `context` the rows of larger steps are split, and XLA's products give other last bits for
     fewer rows.
     """
     mesh, drafters = MESHES[name]
     rng = random.Random(4)
-    options = SIZES | over(mesh) | {"max_model_len": 256}
-    plain = LLM(**options)
-    mixes = [mix(rng, plain.engine.config.vocab_size) for _ in range(cases(5, least=1))]
-    again = plain.engine.tokenizer.encode("The lamp is in the sand. The boat is in the lake. " * 3)
-    mixes[0][0]["again"] = again, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    options = SIZES | parallel_sizes(mesh) | {"max_model_len": 256}
+    plain_llm = LLM(**options)
+    mixes = [mix(rng, plain_llm.engine.config.vocab_size) for _ in range(cases(5, least=1))]
+    repeated_prompt = plain_llm.engine.tokenizer.encode(
+        "The lamp is in the sand. The boat is in the lake. " * 3
+    )
+    mixes[0][0]["again"] = (
+        repeated_prompt,
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    )
     mixes[0][1]["again"] = 0
-    expected = [serve(plain.engine, *each) for each in mixes]
-    plain.close()
+    expected = [serve(plain_llm.engine, *requests_and_arrivals) for requests_and_arrivals in mixes]
+    plain_llm.close()
     for number, drafter in enumerate(drafters):
-        room = (
+        cache_options = (
             {"kv_cache_host_bytes": 1 << 20, "kv_cache_memory_bytes": 1 << 20} if number % 2 else {}
         )
-        llm = LLM(**options | room, speculative_config=drafter | {"adapts": False})
-        for (requests, arrivals), wanted in [*zip(mixes, expected, strict=True)] * 2:
-            same(serve(llm.engine, requests, arrivals), wanted, exact="context" not in mesh)
+        llm = LLM(**options | cache_options, speculative_config=drafter | {"adapts": False})
+        for (requests, arrivals), expected_answers in [*zip(mixes, expected, strict=True)] * 2:
+            check_answers(
+                serve(llm.engine, requests, arrivals), expected_answers, exact="context" not in mesh
+            )
         assert llm.engine.speculator.counts.accepted[0] > 0
         assert llm.engine.runner.compiles.recompiles == 0
         llm.close()
 
 
-def same(found: dict[str, list], wanted: dict[str, list], exact: bool) -> None:
-    """The answers of `mixes.serve`, with the same scores, or nearly."""
+def check_answers(outputs: dict[str, list], expected: dict[str, list], exact: bool) -> None:
+    """The answers of `mixes.serve` are equal, or with `exact` false have nearly equal scores."""
     if exact:
-        assert found == wanted
+        assert outputs == expected
         return
-    assert {name: [answer[:4] for answer in answers] for name, answers in found.items()} == {
-        name: [answer[:4] for answer in answers] for name, answers in wanted.items()
+    assert {name: [answer[:4] for answer in answers] for name, answers in outputs.items()} == {
+        name: [answer[:4] for answer in answers] for name, answers in expected.items()
     }
-    for name, answers in wanted.items():
-        for one, other in zip(found[name], answers, strict=True):
-            for entry, entries in zip(one[4] + one[5], other[4] + other[5], strict=True):
+    for name, answers in expected.items():
+        for actual_answer, expected_answer in zip(outputs[name], answers, strict=True):
+            for entry, entries in zip(
+                actual_answer[4] + actual_answer[5],
+                expected_answer[4] + expected_answer[5],
+                strict=True,
+            ):
                 np.testing.assert_allclose(np.array(entry), np.array(entries), rtol=0, atol=5e-5)
 
 
@@ -113,17 +124,19 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "drafter", "more"), nightly_from(0, EXPERTS))
-def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tmp_path):
-    """A part of the model drafts, with its experts on several devices, or with layers that are
-    brought to it.
+@pytest.mark.parametrize(("name", "mesh", "drafter", "extra_options"), nightly_from(0, EXPERTS))
+def test_self_drafting_with_experts_and_streamed_weights(
+    name, mesh, drafter, extra_options, tmp_path
+):
+    """A part of the model drafts, with experts over several devices, or with weights fetched layer
+    by layer.
     """
-    folder = Golden(NAMED[name], tmp_path).folder
+    folder = Golden(VARIANT_BY_NAME[name], tmp_path).folder
     options = (
         SIZES
-        | over(mesh)
-        | more
-        | {"max_model_len": NAMED[name].max_len, "skip_tokenizer_init": True}
+        | parallel_sizes(mesh)
+        | extra_options
+        | {"max_model_len": VARIANT_BY_NAME[name].max_len, "skip_tokenizer_init": True}
     )
     prompts = [
         {"prompt_token_ids": [(i * 11 + j * 3) % 160 for j in range(5 + i)]} for i in range(9)
@@ -139,74 +152,82 @@ def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tm
         )
         for i in range(9)
     ]
-    plain = LLM(str(folder), **options).generate(prompts, params, use_tqdm=False)
+    expected = LLM(str(folder), **options).generate(prompts, params, use_tqdm=False)
     llm = LLM(
         str(folder), **options, speculative_config={"method": "self", "adapts": False} | drafter
     )
-    for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), plain, strict=True):
-        for one, other in zip(output.outputs, wanted.outputs, strict=True):
-            assert one.token_ids == other.token_ids
-            for entry, entries in zip(one.logprobs, other.logprobs, strict=True):
+    for output, expected_output in zip(
+        llm.generate(prompts, params, use_tqdm=False), expected, strict=True
+    ):
+        for completion, expected_completion in zip(
+            output.outputs, expected_output.outputs, strict=True
+        ):
+            assert completion.token_ids == expected_completion.token_ids
+            for entry, entries in zip(
+                completion.logprobs, expected_completion.logprobs, strict=True
+            ):
                 assert [*entry] == [*entries]
                 for token, value in entry.items():
                     assert value.logprob == pytest.approx(entries[token].logprob, abs=2e-5)
     engine = llm.engine
     engine.scheduler.check()
     assert engine.speculator.counts.accepted[0] > 0 and engine.runner.compiles.recompiles == 0
-    if "expert_redundancy" in more:
+    if "expert_redundancy" in extra_options:
         assert take_snapshot(engine).experts.moved > 0
 
 
 @pytest.mark.nightly
-def test_weights_and_pages_of_the_drafter_are_split():
-    """Each device has its part of both, and after sleep too; over `context`, bits ask for steps of
-    the same rows.
+def test_drafter_weights_and_pages_are_sharded():
+    """Each device has its shard of both, also after sleep; over `context`, bit-identical scores
+    need steps of equally many rows.
     """
-    drafter = MODEL | {"adapts": False}
-    devices = over({"tensor": 2, "context": 2})
+    drafter = DRAFT_MODEL | {"adapts": False}
+    devices = parallel_sizes({"tensor": 2, "context": 2})
     llm = LLM(**SIZES, **devices, max_model_len=64, speculative_config=drafter)
     runner = llm.engine.runner
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
 
-    def answer():
+    def generate_scores():
         return [
             (x.token_ids, x.logprobs) for x in llm.generate(["Once upon a time"], params)[0].outputs
         ]
 
-    def check():
+    def check_shards():
         leaves = jax.tree.leaves(runner.weights.drafter)
         local = sum(leaf.addressable_shards[0].data.size for leaf in leaves)
         assert local < 0.55 * sum(leaf.size for leaf in leaves)
-        own = runner.state.pages[len(runner.config.layers)]
-        assert own.k_PSKH.addressable_shards[0].data.shape[1] == runner.page_size // 2
+        drafter_pages = runner.state.pages[len(runner.config.layers)]
+        assert drafter_pages.k_PSKH.addressable_shards[0].data.shape[1] == runner.page_size // 2
 
-    wanted = answer()
+    expected = generate_scores()
     for level, keep in product((1, 2), (True, False)):
-        check()
+        check_shards()
         llm.sleep(level, keep_pages=keep)
         llm.wake_up()
-        assert answer() == wanted
-    check()
+        assert generate_scores() == expected
+    check_shards()
     assert llm.engine.speculator.counts.accepted[0] > 0 and runner.compiles.recompiles == 0
 
 
-@pytest.mark.parametrize(("own", "target"), [(61, 64), (64, 57), (60, 60), (160, 130), (33, 97)])
-def test_another_padding_of_the_vocabulary(own, target):
-    """The drafter's logits are brought to the devices that have the target's tokens."""
+@pytest.mark.parametrize(
+    ("vocab_size", "target_vocab_size"), [(61, 64), (64, 57), (60, 60), (160, 130), (33, 97)]
+)
+def test_drafter_logits_fit_target_vocabulary_shards(vocab_size, target_vocab_size):
+    """The drafter's logits are moved to the devices that hold the target's tokens."""
     mesh = make_mesh(tensor=4)
     B = 3
     axis = device_axes(mesh).tensor
-    logits_BV = np.random.default_rng(own).normal(size=(B, own)).astype(np.float32)
-    given_BV = np.pad(logits_BV, ((0, 0), (0, -own % 4)), constant_values=-np.inf)
-    run = partial(fit_vocab, V=-(-target // 4), axis=axis)
-    places = P(None, "tensor")
-    found_BV = np.asarray(
-        jax.jit(jax.shard_map(run, mesh=mesh, in_specs=places, out_specs=places))(given_BV)
+    logits_BV = np.random.default_rng(vocab_size).normal(size=(B, vocab_size)).astype(np.float32)
+    padded_BV = np.pad(logits_BV, ((0, 0), (0, -vocab_size % 4)), constant_values=-np.inf)
+    run = partial(fit_vocab, V=-(-target_vocab_size // 4), axis=axis)
+    spec = P(None, "tensor")
+    fitted_BV = np.asarray(
+        jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(padded_BV)
     )
-    both = min(own, found_BV.shape[1])
-    assert found_BV.shape[1] == target + -target % 4
-    np.testing.assert_array_equal(found_BV[:, :both], logits_BV[:, :both])
-    assert (found_BV[:, both:] == -np.inf).all()
+    num_common = min(vocab_size, fitted_BV.shape[1])
+    assert fitted_BV.shape[1] == target_vocab_size + -target_vocab_size % 4
+    np.testing.assert_array_equal(fitted_BV[:, :num_common], logits_BV[:, :num_common])
+    assert (fitted_BV[:, num_common:] == -np.inf).all()
 
 
 @pytest.mark.parametrize(
@@ -214,8 +235,8 @@ def test_another_padding_of_the_vocabulary(own, target):
     thinned([{"tensor": 2}, {"tensor": 2, "data": 2, "context": 2}], [{"tensor": 2}]),
     ids=str,
 )
-def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
-    """Random EAGLE-3 heads, with an embedding and fewer tokens of their own, on quill."""
+def test_sharded_draft_heads_propose_the_same_tokens(mesh, tmp_path):
+    """Random EAGLE-3 heads, with their own embedding and a smaller vocabulary, on quill."""
     target = loader.read_config(hub.resolve(None), "float32", 256)
     hf = {
         "model_type": "llama",
@@ -239,27 +260,27 @@ def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
     config = {"method": "eagle3", "model": str(tmp_path), "adapts": False}
     prompts = ["Once upon a time", "The lamp is in the sand."]
     params = SamplingParams(temperature=0, max_tokens=24)
-    found = []
+    proposals = []
     for devices in ({}, mesh):
-        llm = LLM(**SIZES, **over(devices), max_model_len=256, speculative_config=config)
-        recorded = Recorded.of(llm.engine)
+        llm = LLM(**SIZES, **parallel_sizes(devices), max_model_len=256, speculative_config=config)
+        recorded_drafts = Recorded.of(llm.engine)
         llm.generate(prompts, params, use_tqdm=False)
-        found.append(recorded.proposed)
+        proposals.append(recorded_drafts.proposed)
         llm.close()
-    assert len(found[0]) > 20 and found[0].keys() == found[1].keys()
-    equal = sum(found[1][text] == proposed for text, proposed in found[0].items())
-    assert equal >= 0.95 * len(found[0])  # sums over devices have other last bits
+    assert len(proposals[0]) > 20 and proposals[0].keys() == proposals[1].keys()
+    num_equal = sum(proposals[1][text] == proposed for text, proposed in proposals[0].items())
+    assert num_equal >= 0.95 * len(proposals[0])  # sums over devices differ in their last bits
 
 
-REFUSED = [
+UNSUPPORTED_MESHES = [
     (
         {"tensor": 4},
-        MODEL,
+        DRAFT_MODEL,
         ("draft_model: the drafter cannot be spread .* tensor_parallel_size is 4, .* can be 1, 2$"),
     ),
     (
         {"pipeline": 2},
-        LAYERS,
+        SELF_LAYERS,
         "method is 'self' with pipeline_parallel_size 2: .* draft_model, ngram or suffix",
     ),
     ({"tensor": 2}, EAGLE, "eagle: the drafter cannot be spread .* it can be 1$"),
@@ -271,7 +292,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "drafter", "message"), REFUSED)
-def test_what_cannot_be_spread_is_refused(mesh, drafter, message):
+@pytest.mark.parametrize(("mesh", "drafter", "message"), UNSUPPORTED_MESHES)
+def test_unsupported_drafter_meshes_are_rejected(mesh, drafter, message):
     with pytest.raises(ModelError, match=message):
-        LLM(**SIZES, **over(mesh), speculative_config=drafter)
+        LLM(**SIZES, **parallel_sizes(mesh), speculative_config=drafter)

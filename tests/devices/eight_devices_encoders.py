@@ -1,6 +1,4 @@
-"""Encoders over several devices make the vectors that they make on one: run by
-test_eight_devices.py.
-"""
+"""Encoders over several devices give the embeddings of one device; run by test_eight_devices.py."""
 
 import jax
 import numpy as np
@@ -13,7 +11,7 @@ from quire.tests.support.golden.encoders import ENCODERS, GoldenEncoder
 
 assert len(jax.devices()) == 8
 
-NAMED = {variant.name: variant for variant in ENCODERS}
+ENCODER_BY_NAME = {variant.name: variant for variant in ENCODERS}
 OPTIONS = {
     "dtype": "float32",
     "max_num_seqs": 4,
@@ -22,30 +20,34 @@ OPTIONS = {
 }
 
 
-TWO = {"tensor": 2, "data": 2}
+TENSOR_AND_DATA = {"tensor": 2, "data": 2}
 STAGES = {"pipeline": 2}
 CASES = [
-    ("bert", TWO),
+    ("bert", TENSOR_AND_DATA),
     ("modernbert", STAGES),
-    ("embeddinggemma", TWO),
+    ("embeddinggemma", TENSOR_AND_DATA),
     ("embeddinggemma", STAGES),
     ("bert", STAGES),
-    ("modernbert", TWO),
+    ("modernbert", TENSOR_AND_DATA),
 ]
 
 
 @pytest.mark.parametrize(("name", "mesh"), nightly_from(1, CASES))
-def test_vectors(name, mesh, tmp_path):
-    made = GoldenEncoder(NAMED[name], tmp_path)
+def test_embeddings_equal_golden_vectors(name, mesh, tmp_path):
+    golden_case = GoldenEncoder(ENCODER_BY_NAME[name], tmp_path)
     sizes = {f"{axis}_parallel_size": size for axis, size in mesh.items()}
-    llm = LLM(str(made.folder), skip_tokenizer_init=True, **OPTIONS, **sizes)
-    found = [one.outputs.embedding for one in llm.embed(made.texts, use_tqdm=False)]
+    llm = LLM(str(golden_case.folder), skip_tokenizer_init=True, **OPTIONS, **sizes)
+    embeddings = [
+        output.outputs.embedding for output in llm.embed(golden_case.texts, use_tqdm=False)
+    ]
     np.testing.assert_allclose(
-        found, made.mean / np.linalg.norm(made.mean, axis=1, keepdims=True), atol=2e-5
+        embeddings,
+        golden_case.mean / np.linalg.norm(golden_case.mean, axis=1, keepdims=True),
+        atol=2e-5,
     )
 
 
-def test_rows_cannot_be_parted(tmp_path):
-    made = GoldenEncoder(NAMED["bert"], tmp_path)
+def test_encoders_reject_context_parallelism(tmp_path):
+    golden_case = GoldenEncoder(ENCODER_BY_NAME["bert"], tmp_path)
     with pytest.raises(ModelError, match="context_parallel_size is 2, .* it can only be 1"):
-        LLM(str(made.folder), skip_tokenizer_init=True, **OPTIONS, context_parallel_size=2)
+        LLM(str(golden_case.folder), skip_tokenizer_init=True, **OPTIONS, context_parallel_size=2)

@@ -1,5 +1,5 @@
-"""Experts over several devices, which a CPU pretends to have: run by test_eight_devices.py, in its
-own process.
+"""Expert parallelism over eight simulated CPU devices; run by test_eight_devices.py in a process of
+its own.
 """
 
 import re
@@ -39,8 +39,8 @@ F = 16
 E = 16
 X = 3
 MOE = Moe(E, X, F, score="softmax_top", router_bias=True, bias=True, clamp=2.0)
-# What the weights lie like: whole experts over all that share them, columns over tensor.
-PLACES = MoeWeights(
+# Layout of the weights: whole experts over the expert axes, columns over tensor.
+SPECS = MoeWeights(
     router_DE=P(),
     router_bias_E=P(),
     up_EDGF=P("all", None, None, "tensor"),
@@ -48,7 +48,7 @@ PLACES = MoeWeights(
     up_bias_EGF=P("all", None, "tensor"),
     down_bias_ED=P("all"),
 )
-NAMED = {variant.name: variant for variant in VARIANTS}
+VARIANT_BY_NAME = {variant.name: variant for variant in VARIANTS}
 MESHES = {
     "data": {"data": 8},
     "data and experts": {"data": 2, "expert": 4},
@@ -59,8 +59,8 @@ MESHES = {
 
 
 @cache
-def drawn(skew: float = 0.0) -> tuple[MoeWeights, np.ndarray]:
-    """Weights and 64 rows; with a skew nearly all rows want the same experts."""
+def random_inputs(skew: float = 0.0) -> tuple[MoeWeights, np.ndarray]:
+    """Weights and 64 rows; with a skew nearly all rows route to the same experts."""
     rng = np.random.default_rng(3)
 
     def normal(*shape: int, scale: float = 0.25):
@@ -77,91 +77,97 @@ def drawn(skew: float = 0.0) -> tuple[MoeWeights, np.ndarray]:
     return weights, normal(64, D, scale=1)
 
 
-def cast(weights: MoeWeights, dtype) -> MoeWeights:
-    small = {name: jnp.asarray(leaf) for name, leaf in vars(weights).items() if leaf is not None}
+def cast_weights(weights: MoeWeights, dtype) -> MoeWeights:
+    leaves = {name: jnp.asarray(leaf) for name, leaf in vars(weights).items() if leaf is not None}
     return MoeWeights(
-        **{k: v if k.startswith("router") else v.astype(dtype) for k, v in small.items()}
+        **{k: v if k.startswith("router") else v.astype(dtype) for k, v in leaves.items()}
     )
 
 
-def alone(x, live, weights: MoeWeights):
+def mix_on_one_device(x, live, weights: MoeWeights):
     return np.asarray(
         jax.jit(lambda *args: decoder.mix(MOE, *args)[0])(weights, x, x, live), np.float32
     )
 
 
-def joined(sizes: dict[str, int], *names: str) -> Axis:
-    found = UNSPLIT
+def joined_axis(sizes: dict[str, int], *names: str) -> Axis:
+    axis = UNSPLIT
     for name in names:
-        found = found * Axis(name, sizes.get(name, 1))
-    return found
+        axis = axis * Axis(name, sizes.get(name, 1))
+    return axis
 
 
-def together(sizes: dict[str, int], x, live, weights: MoeWeights):
-    """A compiled mix whose rows are split over data and context, and its result."""
-    rows = joined(sizes, "data", "context")
-    context = joined(sizes, "context")
+def mix_on_mesh(sizes: dict[str, int], x, live, weights: MoeWeights):
+    """The compiled expert mix with rows split over data and context, and its result."""
+    rows = joined_axis(sizes, "data", "context")
+    context = joined_axis(sizes, "context")
     axes = DeviceAxes(
-        joined(sizes, "tensor"), joined(sizes, "expert"), context, context, joined(sizes, "data")
+        joined_axis(sizes, "tensor"),
+        joined_axis(sizes, "expert"),
+        context,
+        context,
+        joined_axis(sizes, "data"),
     )
-    every = axes.experts.name
+    all_axes = axes.experts.name
 
-    def own(place: P) -> P:
-        return P(*[every if name == "all" else name for name in place])
+    def resolve_spec(spec: P) -> P:
+        return P(*[all_axes if name == "all" else name for name in spec])
 
-    places = jax.tree.map(own, PLACES, is_leaf=lambda leaf: isinstance(leaf, P))
+    specs = jax.tree.map(resolve_spec, SPECS, is_leaf=lambda leaf: isinstance(leaf, P))
     run = jax.shard_map(
         lambda weights, x, live: decoder.mix(MOE, weights, x, x, live, axes)[0],
         mesh=make_mesh(**sizes),
-        in_specs=(places, P(rows.name), P(rows.name)),
+        in_specs=(specs, P(rows.name), P(rows.name)),
         out_specs=P(rows.name),
         check_vma=False,
     )
     compiled = jax.jit(run).lower(weights, x, live).compile()
-    put = jax.tree.map(jax.device_put, (weights, x, live), compiled.input_shardings[0])
-    return compiled, np.asarray(compiled(*put), np.float32)
+    inputs = jax.tree.map(jax.device_put, (weights, x, live), compiled.input_shardings[0])
+    return compiled, np.asarray(compiled(*inputs), np.float32)
 
 
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize(("dtype", "skew"), [(jnp.float32, 0.0), (jnp.bfloat16, 9.0)])
-def test_rows_of_their_own(name, dtype, skew):
-    """What one device computes, to the bit where each has whole experts: however many rounds it
+def test_expert_parallel_mix_equals_one_device(name, dtype, skew):
+    """Bit-identical to one device unless columns are split, however many rounds the dispatch
     takes.
     """
-    weights, x = drawn(skew)
-    weights = cast(weights, dtype)
+    weights, x = random_inputs(skew)
+    weights = cast_weights(weights, dtype)
     x = jnp.asarray(x, dtype)
     live = jnp.arange(len(x)) % 7 != 2
-    wanted = alone(x, live, weights)
-    _, found = together(MESHES[name], x, live, weights)
+    expected = mix_on_one_device(x, live, weights)
+    _, outputs = mix_on_mesh(MESHES[name], x, live, weights)
     if "tensor" in MESHES[name]:
         np.testing.assert_allclose(
-            found, wanted, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.1
+            outputs, expected, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.1
         )
     else:
-        np.testing.assert_array_equal(found, wanted)
-    assert not found[2].any() and found[3].any()
+        np.testing.assert_array_equal(outputs, expected)
+    assert not outputs[2].any() and outputs[3].any()
 
 
-def test_a_row_alone_and_in_company():
-    """The same bits with no other live row, at another place and another number of rows."""
-    weights, x = drawn(1.0)
-    weights = cast(weights, jnp.bfloat16)
+def test_mix_is_batch_invariant():
+    """A row's bits do not depend on other live rows, on its position or on the number of rows."""
+    weights, x = random_inputs(1.0)
+    weights = cast_weights(weights, jnp.bfloat16)
     x = jnp.asarray(x, jnp.bfloat16)
-    whole = together(MESHES["data and experts"], x, jnp.ones(64, bool), weights)[1]
+    full_batch = mix_on_mesh(MESHES["data and experts"], x, jnp.ones(64, bool), weights)[1]
     for at in (0, 37, 63):
-        single = together(MESHES["data and experts"], x, jnp.arange(64) == at, weights)[1]
-        np.testing.assert_array_equal(single[at], whole[at])
-    order = np.random.default_rng(0).permutation(64)[:24]
-    few = together(MESHES["data and experts"], x[order], jnp.ones(24, bool), weights)[1]
-    np.testing.assert_array_equal(few, whole[order])
+        single = mix_on_mesh(MESHES["data and experts"], x, jnp.arange(64) == at, weights)[1]
+        np.testing.assert_array_equal(single[at], full_batch[at])
+    row_indices = np.random.default_rng(0).permutation(64)[:24]
+    small_batch = mix_on_mesh(
+        MESHES["data and experts"], x[row_indices], jnp.ones(24, bool), weights
+    )[1]
+    np.testing.assert_array_equal(small_batch, full_batch[row_indices])
 
 
-def sent(text: str, devices: int) -> dict[str, int]:
-    """Bytes that a device sends to others, by kind of collective and by how the program is written:
-    once each.
+def sent_bytes(text: str, devices: int) -> dict[str, int]:
+    """Bytes that a device sends, by kind of collective; every instruction of the program counts
+    once.
     """
-    found = dict.fromkeys(
+    bytes_by_kind = dict.fromkeys(
         ("all-to-all", "all-gather", "all-reduce", "collective-permute", "reduce-scatter"), 0
     )
     for line in text.splitlines():
@@ -176,33 +182,37 @@ def sent(text: str, devices: int) -> dict[str, int]:
             int(re.sub(r"\D", "", kind)) // 8 * int(np.prod([int(n) for n in shape.split(",")]))
             for kind, shape in shapes
         )
-        share = {"all-reduce": 2 * (devices - 1) / devices}.get(match[2], (devices - 1) / devices)
-        found[match[2]] += round(size * share)
-    return found
+        sent_fraction = {"all-reduce": 2 * (devices - 1) / devices}.get(
+            match[2], (devices - 1) / devices
+        )
+        bytes_by_kind[match[2]] += round(size * sent_fraction)
+    return bytes_by_kind
 
 
 @pytest.mark.parametrize("name", ["data", "context"])
-def test_what_is_sent(name):
-    """The counts of every device once, and the rows of a round there and back: the formula of
-    docs/sharding.md.
+def test_all_to_all_bytes_match_the_formula(name):
+    """Expert counts of every device are gathered once, and a round's rows sent there and back: the
+    formula of docs/sharding.md.
     """
-    weights, x = drawn()
+    weights, x = random_inputs()
     sizes = MESHES[name]
     (n,) = sizes.values()
-    compiled, _ = together(sizes, jnp.asarray(x), jnp.ones(64, bool), cast(weights, jnp.float32))
-    found = sent(compiled.as_text(), n)
+    compiled, _ = mix_on_mesh(
+        sizes, jnp.asarray(x), jnp.ones(64, bool), cast_weights(weights, jnp.float32)
+    )
+    bytes_by_kind = sent_bytes(compiled.as_text(), n)
     C = capacity(64 // n, X, n, E // n)
-    assert found.pop("all-to-all") == 2 * (n - 1) * C * D * 4
-    assert found.pop("all-gather") == (n - 1) * E * 4
-    assert not any(found.values())
+    assert bytes_by_kind.pop("all-to-all") == 2 * (n - 1) * C * D * 4
+    assert bytes_by_kind.pop("all-gather") == (n - 1) * E * 4
+    assert not any(bytes_by_kind.values())
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    return lru_cache(lambda name: Golden(NAMED[name], tmp_path_factory.mktemp("g")))
+    return lru_cache(lambda name: Golden(VARIANT_BY_NAME[name], tmp_path_factory.mktemp("g")))
 
 
-def make(folder, **options) -> LLM:
+def make_llm(folder, **options) -> LLM:
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -214,28 +224,30 @@ def make(folder, **options) -> LLM:
     )
 
 
-SPARE = {
+REDUNDANCY_OPTIONS = {
     "qwen3-moe": {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_redundancy": 4},
-    # MXFP4, and 6 experts on 4 devices, which are two replicas
+    # MXFP4; 6 experts on 4 devices, which are two replicas
     "gpt-oss": {"expert_parallel_size": 2, "data_parallel_size": 2, "expert_redundancy": 2},
     "deepseek-v3": {"expert_parallel_size": 8, "expert_redundancy": 8},
 }
 
 
-@pytest.mark.parametrize("name", thinned(SPARE, ["gpt-oss"]))
-def test_copies_of_experts(name, golden):
-    """What transformers answered, to the bit before, while and after experts move; nothing is
-    compiled for it.
+@pytest.mark.parametrize("name", thinned(REDUNDANCY_OPTIONS, ["gpt-oss"]))
+def test_redundant_experts_keep_outputs_bit_identical(name, golden):
+    """Transformers' answers, bit-identical before, during and after experts move, without
+    recompilation.
     """
-    made = golden(name)
-    llm = make(made.folder, max_model_len=NAMED[name].max_len, **SPARE[name])
-    check_answers(llm, made, tolerance=1e-4)
+    golden_case = golden(name)
+    llm = make_llm(
+        golden_case.folder, max_model_len=VARIANT_BY_NAME[name].max_len, **REDUNDANCY_OPTIONS[name]
+    )
+    check_answers(llm, golden_case, tolerance=1e-4)
     prompts = [
         {"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(4)
     ]
     params = SamplingParams(temperature=0.7, seed=4, max_tokens=12, logprobs=0, ignore_eos=True)
 
-    def asked() -> list:
+    def generate() -> list:
         llm.reset_prefix_cache()
         outputs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
         return [
@@ -246,58 +258,64 @@ def test_copies_of_experts(name, golden):
             for out in outputs
         ]
 
-    before = asked()
-    held = {layer: own["devices"] for layer, own in llm.expert_loads().items()}
-    said = llm.rebalance_experts()
+    expected = generate()
+    initial_devices = {
+        layer: layer_loads["devices"] for layer, layer_loads in llm.expert_loads().items()
+    }
+    report = llm.rebalance_experts()
     runner = llm.engine.runner
-    assert said["layers"] > 0 and 1 <= said["after"] < said["before"]
-    assert asked() == before  # a layer moved in each of the first steps
-    assert {layer: own["devices"] for layer, own in llm.expert_loads().items()} != held
+    assert report["layers"] > 0 and 1 <= report["after"] < report["before"]
+    assert generate() == expected  # one layer moves in each of the first steps
+    assert {
+        layer: layer_loads["devices"] for layer, layer_loads in llm.expert_loads().items()
+    } != initial_devices
     assert not runner.rebalancer.queue and llm.get_metrics()["quire:expert_moves_total"] > 0
-    assert asked() == before
+    assert generate() == expected
     assert runner.compiles.recompiles == 0
-    check_places(runner)
-    llm.sleep(2)  # the weights are read again, and lie as at first
+    check_expert_slots(runner)
+    llm.sleep(2)  # reloads the weights in the initial placement
     llm.wake_up()
-    assert {layer: own["devices"] for layer, own in llm.expert_loads().items()} == held
-    assert asked() == before
+    assert {
+        layer: layer_loads["devices"] for layer, layer_loads in llm.expert_loads().items()
+    } == initial_devices
+    assert generate() == expected
 
 
-def test_logits_with_copies(golden):
-    """Gemma's experts beside a dense block: the golden file's logits, with all rows on all
-    devices.
-    """
-    made = golden("gemma4-moe")
+def test_golden_logits_with_redundant_experts(golden):
+    """Gemma's experts beside a dense block give the golden logits, with all rows on all devices."""
+    golden_case = golden("gemma4-moe")
     config = expert_copies.with_redundancy(
-        loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4
+        loader.read_config(golden_case.folder, "float32", VARIANT_BY_NAME["gemma4-moe"].max_len), 4
     )
     mesh = make_mesh(expert=4)
-    whole = made.prompts[0] + made.tokens[0]
+    tokens = golden_case.prompts[0] + golden_case.tokens[0]
     weights = expert_copies.with_first_placement(
-        loader.load(made.folder, config, Placement(mesh)), config, mesh
+        loader.load(golden_case.folder, config, Placement(mesh)), config, mesh
     )
-    places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     run = partial(uncached.forward, config=config, axes=device_axes(mesh))
-    run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(), check_vma=False)
-    logits = np.asarray(jax.jit(run)(weights, jnp.array([whole])))[0]
-    rows = np.array([position for position in POSITIONS if position < len(whole)])
-    np.testing.assert_allclose(logits[rows], made.logits, rtol=0, atol=TOLERANCE)
+    run = jax.shard_map(run, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
+    logits = np.asarray(jax.jit(run)(weights, jnp.array([tokens])))[0]
+    rows = np.array([position for position in POSITIONS if position < len(tokens)])
+    np.testing.assert_allclose(logits[rows], golden_case.logits, rtol=0, atol=TOLERANCE)
 
 
-def check_places(runner) -> None:
-    """Copies are the same weights, and are where the tables say."""
-    for index, held_S in zip(runner.config.expert_layers, runner.expert_loads.held_LS, strict=True):
+def check_expert_slots(runner) -> None:
+    """All copies of an expert have equal weights and are in the slots that the tables list."""
+    for index, experts_S in zip(
+        runner.config.expert_layers, runner.expert_loads.held_LS, strict=True
+    ):
         moe = jax.device_get(runner.weights.layers[index].moe)
-        for whole in jax.tree.leaves((moe.up_EDGF, moe.down_EFD)):
+        for stacked in jax.tree.leaves((moe.up_EDGF, moe.down_EFD)):
             for e in range(runner.config.experts):
-                places = np.flatnonzero(held_S == e)
-                assert (whole[places] == whole[places[0]]).all() and len(places) == moe.copies_E[e]
-                assert set(moe.slots_EC[e, : len(places)].tolist()) == set(places.tolist())
+                slots = np.flatnonzero(experts_S == e)
+                assert (stacked[slots] == stacked[slots[0]]).all() and len(slots) == moe.copies_E[e]
+                assert set(moe.slots_EC[e, : len(slots)].tolist()) == set(slots.tolist())
 
 
-def test_every_move_at_once():
-    """Places that change all together, some in turns, though each overwrites what another still
-    wants.
+def test_move_experts_permutes_overlapping_slots():
+    """All slots change at once; moves that overwrite slots which others still read take several
+    turns.
     """
     S = 32
     rng = np.random.default_rng(0)
@@ -305,40 +323,42 @@ def test_every_move_at_once():
     spec = P("expert", None, "tensor")
     stack = rng.standard_normal((S, 3, 4)).astype(np.float32)
     leaf = jax.device_put(stack, NamedSharding(mesh, spec))
-    held = np.arange(S)
-    most = 0
+    experts_S = np.arange(S)
+    max_turns = 0
     for _ in range(4):
-        wanted = rng.permutation(S)
-        sent, kept, turns = transfers(wanted, held, 4)
-        leaf = move_experts(leaf, sent, kept, np.int32(turns), mesh=mesh, places=spec)
-        held = wanted
-        most = max(most, turns)
-        np.testing.assert_array_equal(leaf, stack[held])
-    assert 3 <= most < S // 4
+        target_S = rng.permutation(S)
+        sent_slots, kept_slots, turns = transfers(target_S, experts_S, 4)
+        leaf = move_experts(leaf, sent_slots, kept_slots, np.int32(turns), mesh=mesh, places=spec)
+        experts_S = target_S
+        max_turns = max(max_turns, turns)
+        np.testing.assert_array_equal(leaf, stack[experts_S])
+    assert 3 <= max_turns < S // 4
 
 
-def test_balance_comes_by_itself(golden, monkeypatch):
-    """Every so many steps, where it is worth it; the busiest device then has less to do."""
-    made = golden("deepseek-v3")
+def test_periodic_rebalancing_lowers_device_skew(golden, monkeypatch):
+    """Rebalancing runs every so many steps if it pays off, and lowers the busiest device's load."""
+    golden_case = golden("deepseek-v3")
     monkeypatch.setattr(expert_loads, "EVERY", 4)
-    options = SPARE["deepseek-v3"]
-    llm = make(made.folder, **options, expert_rebalance_steps=20)
-    prompt = {"prompt_token_ids": made.prompts[0]}
+    options = REDUNDANCY_OPTIONS["deepseek-v3"]
+    llm = make_llm(golden_case.folder, **options, expert_rebalance_steps=20)
+    prompt = {"prompt_token_ids": golden_case.prompts[0]}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    first = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
-    then = llm.get_metrics()["quire:expert_device_skew"]
+    expected = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    balanced_skew = llm.get_metrics()["quire:expert_device_skew"]
     assert llm.get_metrics()["quire:expert_moves_total"] > 0
-    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == first
+    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
     llm.engine.runner.expert_loads.held_LS = expert_loads.first_placements(llm.engine.runner.config)
-    as_first = llm.get_metrics()["quire:expert_device_skew"]
-    assert sum(then.values()) < sum(as_first.values())
+    initial_skew = llm.get_metrics()["quire:expert_device_skew"]
+    assert sum(balanced_skew.values()) < sum(initial_skew.values())
     assert llm.engine.runner.compiles.recompiles == 0
 
 
-def test_all_to_alls_are_round_the_experts_only(golden):
-    """And of the whole step's bytes each is in a formula of docs/sharding.md."""
-    made = golden("deepseek-v3")
-    llm = make(made.folder, **SPARE["deepseek-v3"])
+def test_step_has_only_the_expert_collectives(golden):
+    """All-to-alls occur only around the experts, and all bytes of a step follow the formulas of
+    docs/sharding.md.
+    """
+    golden_case = golden("deepseek-v3")
+    llm = make_llm(golden_case.folder, **REDUNDANCY_OPTIONS["deepseek-v3"])
     runner = llm.engine.runner
     n = 8
     rows = 16
@@ -351,18 +371,20 @@ def test_all_to_alls_are_round_the_experts_only(golden):
     layer = config.layers[-1].moe
     Q = -(-size.rows // n)
     C = capacity(Q, layer.top_k, n, layer.slots // n)
-    found = sent(text, n)
+    bytes_by_kind = sent_bytes(text, n)
     count = len(config.expert_layers)
-    assert found["all-to-all"] == count * 2 * (n - 1) * C * config.dim * 4
-    assert found["all-gather"] == count * (n - 1) * (layer.slots * 4 + Q * config.dim * 4)
+    assert bytes_by_kind["all-to-all"] == count * 2 * (n - 1) * C * config.dim * 4
+    assert bytes_by_kind["all-gather"] == count * (n - 1) * (layer.slots * 4 + Q * config.dim * 4)
     assert (
-        not found["all-reduce"] and not found["collective-permute"] and not found["reduce-scatter"]
+        not bytes_by_kind["all-reduce"]
+        and not bytes_by_kind["collective-permute"]
+        and not bytes_by_kind["reduce-scatter"]
     )
 
 
-def test_experts_that_stay(golden):
-    llm = make(golden("qwen3-moe").folder, expert_parallel_size=2)
+def test_rebalancing_needs_redundant_experts(golden):
+    llm = make_llm(golden("qwen3-moe").folder, expert_parallel_size=2)
     with pytest.raises(RequestError, match="expert_redundancy: is 0, so every expert stays"):
         llm.rebalance_experts()
     with pytest.raises(ModelError, match="expert_redundancy is 1;.*could be 2, 4, 6, 8"):
-        make(golden("qwen3-moe").folder, expert_parallel_size=2, expert_redundancy=1)
+        make_llm(golden("qwen3-moe").folder, expert_parallel_size=2, expert_redundancy=1)

@@ -1,4 +1,4 @@
-"""Snapshots of states over several devices leave the answers as they are: run by
+"""Recurrent-state snapshots over several devices leave outputs unchanged; run by
 test_eight_devices.py.
 """
 
@@ -26,22 +26,20 @@ MESHES = {
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
 
 
-def same(request, other) -> bool:
-    """The same tokens, with nearly the same scores: here XLA's products are summed by the number of
-    rows.
-    """
-    own, wanted = (each.output().outputs[0] for each in (request, other))
+def equal_outputs(request, expected_request) -> bool:
+    """Equal tokens with nearly equal scores, since XLA's sums depend on the number of rows."""
+    completion, expected = (item.output().outputs[0] for item in (request, expected_request))
     scores = (
-        [[entry.logprob for entry in entries.values()] for entries in each.logprobs]
-        for each in (own, wanted)
+        [[entry.logprob for entry in entries.values()] for entries in item.logprobs]
+        for item in (completion, expected)
     )
-    return own.token_ids == wanted.token_ids and np.allclose(*scores, rtol=0, atol=1e-4)
+    return completion.token_ids == expected.token_ids and np.allclose(*scores, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", thinned(MESHES, ["stages of replicas, split by heads"]))
-def test_chats_go_on_from_snapshots(name, tmp_path):
-    """More chats than the device has snapshots for, in turns: from there, the host, and disk after
-    a restart.
+def test_chats_resume_from_state_snapshots(name, tmp_path):
+    """More chats, in turns, than the device has snapshots for: they resume from device, host, and
+    disk after a restart.
     """
     mesh = MESHES[name]
     rng = random.Random(5)
@@ -52,7 +50,7 @@ def test_chats_go_on_from_snapshots(name, tmp_path):
         "model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4,
         "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 2 << 20,
     }  # fmt: skip
-    plain = LLM(**options, enable_prefix_caching=False)
+    uncached_llm = LLM(**options, enable_prefix_caching=False)
     llm = None
     options |= {"kv_cache_host_bytes": 16 << 20, "kv_cache_disk": str(tmp_path / "disk")}
     chats = [[rng.randrange(160) for _ in range(rng.randint(30, 120))] for _ in range(8)]
@@ -67,17 +65,17 @@ def test_chats_go_on_from_snapshots(name, tmp_path):
         requests = {str(number): (list(chat), GREEDY) for number, chat in enumerate(chats)}
         cached = 0
         arrivals = {name: rng.randint(0, 20) for name in requests}
-        got = staggered_requests.serve(llm.engine, requests, arrivals)
-        expected = staggered_requests.serve(plain.engine, requests, arrivals)
+        finished = staggered_requests.serve(llm.engine, requests, arrivals)
+        expected = staggered_requests.serve(uncached_llm.engine, requests, arrivals)
         for name, chat in zip(requests, chats, strict=True):
-            assert same(got[name], expected[name]), f"turn {turn}, chat {name}"
-            found = got[name].output().num_cached_tokens
-            assert not turn or "data" in mesh or len(chat) - found < 20 + 20 + 32, (
+            assert equal_outputs(finished[name], expected[name]), f"turn {turn}, chat {name}"
+            num_cached = finished[name].output().num_cached_tokens
+            assert not turn or "data" in mesh or len(chat) - num_cached < 20 + 20 + 32, (
                 f"turn {turn}, chat {name}"
             )
-            cached += found
+            cached += num_cached
             chat += [
-                *got[name].output().outputs[0].token_ids,
+                *finished[name].output().outputs[0].token_ids,
                 *(rng.randrange(160) for _ in range(rng.randint(1, 20))),
             ]
         assert cached or not turn

@@ -1,5 +1,5 @@
-"""One process of an engine: process 0, or one that is alone, answers requests; run by
-test_hosts.py.
+"""One process of an engine, run by test_hosts.py. Process 0, or a single process, answers
+requests.
 """
 
 import json
@@ -14,8 +14,8 @@ from quire.model.checkpoint.safetensors import Tensor
 REQUESTS = 200
 
 
-def asked() -> tuple[list[dict], list[SamplingParams]]:
-    """Prompts of every length, some that begin alike, and every kind of parameter."""
+def example_requests() -> tuple[list[dict], list[SamplingParams]]:
+    """Prompts of many lengths, some with a common prefix, and every kind of sampling parameter."""
     rng = np.random.default_rng(7)
     prompts = []
     params = []
@@ -51,23 +51,23 @@ def asked() -> tuple[list[dict], list[SamplingParams]]:
     return prompts, params
 
 
-def answers(llm: LLM, count: int = REQUESTS) -> list:
-    """(tokens, scores) of each answer."""
-    prompts, params = asked()
+def generate_outputs(llm: LLM, count: int = REQUESTS) -> list:
+    """Token ids and logprobs of each completion."""
+    prompts, params = example_requests()
     outputs = llm.generate(prompts[:count], params[:count], use_tqdm=False)
     print("tokens that were cached:", sum(output.num_cached_tokens for output in outputs))
     return [
         [
-            each.token_ids,
-            [score.logprob for entry in each.logprobs or [] for score in entry.values()],
+            completion.token_ids,
+            [score.logprob for entry in completion.logprobs or [] for score in entry.values()],
         ]
         for output in outputs
-        for each in output.outputs
+        for completion in output.outputs
     ]
 
 
-class Read:
-    """Counts bytes of tensors that are read whole."""
+class FullReadCounter:
+    """Counts the bytes of tensors that are read in full."""
 
     def __init__(self):
         self.bytes = 0
@@ -87,18 +87,18 @@ def main() -> None:
     if options.get("process_id"):
         quire.follow(model, progress=print, **options)
         return
-    whole = Read()
+    full_reads = FullReadCounter()
     with LLM(model, **options) as llm:
         runner = llm.engine.runner
-        found = {"read": whole.bytes, "first": answers(llm)}
+        results = {"read": full_reads.bytes, "first": generate_outputs(llm)}
         for level, keep in ((1, True), (2, False)):
             llm.sleep(level, keep_pages=keep)
             llm.wake_up()
         runner.reset()
         llm.reset_prefix_cache()
-        found |= {"again": answers(llm, 32), "recompiles": runner.compiles.recompiles}
+        results |= {"again": generate_outputs(llm, 32), "recompiles": runner.compiles.recompiles}
         with open(out, "w") as file:
-            json.dump(found, file)
+            json.dump(results, file)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Everything at once: clients that die, a queue that is full, steps that raise, and an end under
+"""Everything at once: clients that disconnect, a full queue, failing steps, and a shutdown under
 load.
 
-Forty seconds of it (ten at each change), and more until all has happened that can. Afterwards every
-page is free or kept, and every request that the engine took is counted at its end.
+It runs for forty seconds (ten in the checks of each change), and longer until every expected
+outcome has occurred. Afterwards every page is free or cached, and every accepted request is counted
+once.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ from quire.tests.support.cases import cases
 from quire.tests.support.served import served
 
 SECONDS = cases(40)
-MOST = 300
-CLIENTS = 48
+MAX_SECONDS = 300
+NUM_CLIENTS = 48
 
 pytestmark = pytest.mark.slow
 
 
-def engine():
-    """The bundled model with few pages and a short queue: sequences give way, and requests are
-    turned away.
+def make_small_engine():
+    """The bundled model with few pages and a short queue, so that sequences are preempted and
+    requests rejected.
     """
     return make_engine(
         make_options(None, max_num_seqs=16, kv_cache_memory_bytes=3 << 20, max_queued_requests=24)
@@ -38,13 +39,13 @@ def engine():
 
 @pytest.fixture(scope="module")
 def server():
-    with served(Model(("quill",), engine)) as state:
+    with served(Model(("quill",), make_small_engine)) as state:
         state.engine = state.service.models.models[0].llm.engine
         yield state
 
 
-class Client:
-    """Sends requests one after the other, and treats their answers as it likes."""
+class ChaosClient:
+    """Sends requests one by one and reads, delays or abandons the answers at random."""
 
     def __init__(self, server, seed: int, outcomes: Counter):
         self.address = server.url.removeprefix("http://").split(":")
@@ -54,25 +55,25 @@ class Client:
     def body(self) -> dict:
         rng = self.rng
         prompt = [rng.randrange(3, 500) for _ in range(rng.choice((1, 5, 40, 300)))]
-        own = {
+        body = {
             "prompt": prompt,
             "max_tokens": rng.choice((1, 10, 60, 200)),
             "temperature": rng.choice((0, 1)),
         }
-        own |= {
+        body |= {
             "stream": rng.random() < 0.7,
             "ignore_eos": rng.random() < 0.5,
             "priority": rng.choice((-1, 0, 0, 1)),
         }
         if rng.random() < 0.2:
-            own |= {"n": rng.choice((2, 4))}
+            body |= {"n": rng.choice((2, 4))}
         if rng.random() < 0.1:
-            own |= {"timeout": rng.choice((0.001, 0.05, 0.5))}
+            body |= {"timeout": rng.choice((0.001, 0.05, 0.5))}
         if rng.random() < 0.1:
-            own |= {"logprobs": 3, "stop": ["e", "zz"]}
+            body |= {"logprobs": 3, "stop": ["e", "zz"]}
         if rng.random() < 0.1:
-            own |= {"temperature": -1}
-        return own
+            body |= {"temperature": -1}
+        return body
 
     async def request(self) -> None:
         rng = self.rng
@@ -84,83 +85,87 @@ class Client:
                 f"POST /v1/completions HTTP/1.1\r\nHost: {self.address[0]}\r\nContent-Type: "
                 "application/json\r\n"
             )
-            sent = f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-            fate = rng.random()
-            if fate < 0.05:  # half of it
-                writer.write(sent[: rng.randrange(len(sent))])
+            request_data = (
+                f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+            )
+            action = rng.random()
+            if action < 0.05:  # sends only a part
+                writer.write(request_data[: rng.randrange(len(request_data))])
                 self.outcomes["half sent"] += 1
                 return
-            writer.write(sent)
-            if fate < 0.4:  # dies, before or in the middle of the answer
+            writer.write(request_data)
+            if action < 0.4:  # disconnects before or during the answer
                 if rng.random() < 0.7:
                     await reader.read(rng.choice((1, 100, 2000)))
                 await asyncio.sleep(rng.choice((0, 0.01, 0.1)))
                 self.outcomes["killed"] += 1
                 return
-            if fate < 0.5:
-                await asyncio.sleep(rng.random())  # slow
+            if action < 0.5:
+                await asyncio.sleep(rng.random())  # a slow reader
             answer = await reader.read()
             self.check(body, answer)
         finally:
             writer.transport.abort()
 
     def check(self, body: dict, answer: bytes) -> None:
-        """What was read to its end has an end."""
-        head, _, rest = answer.partition(b"\r\n\r\n")
+        """An answer that was read completely has its finish reasons or an error."""
+        head, _, content = answer.partition(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1])
         assert status in (200, 400, 429, 500, 503), head
         self.outcomes[str(status)] += 1
         if status == 200 and body["stream"]:
-            assert b"data: [DONE]" in rest
-            ends = rest.count(b'"finish_reason":"')
-            failed = b'"error":{' in rest
-            assert failed or ends == body.get("n", 1), rest[-500:]
+            assert b"data: [DONE]" in content
+            num_finish_reasons = content.count(b'"finish_reason":"')
+            failed = b'"error":{' in content
+            assert failed or num_finish_reasons == body.get("n", 1), content[-500:]
             self.outcomes["stream failed" if failed else "stream whole"] += 1
 
-    async def run(self, goes_on: Callable[[], bool]) -> None:
-        while goes_on():
+    async def run(self, should_continue: Callable[[], bool]) -> None:
+        while should_continue():
             try:
                 await self.request()
             except ConnectionError:
                 self.outcomes["connection"] += 1
 
 
-async def storm(server, outcomes: Counter, enough: Callable[[], bool]) -> None:
-    began = time.monotonic()
+async def run_clients(server, outcomes: Counter, enough: Callable[[], bool]) -> None:
+    start = time.monotonic()
 
-    def goes_on() -> bool:
-        return (passed := time.monotonic() - began) < SECONDS or (passed < MOST and not enough())
+    def should_continue() -> bool:
+        return (passed := time.monotonic() - start) < SECONDS or (
+            passed < MAX_SECONDS and not enough()
+        )
 
     async with asyncio.TaskGroup() as group:
-        for seed in range(CLIENTS):
-            group.create_task(Client(server, seed, outcomes).run(goes_on))
+        for seed in range(NUM_CLIENTS):
+            group.create_task(ChaosClient(server, seed, outcomes).run(should_continue))
 
 
 def break_steps(server, rng: random.Random):
-    """Now and then a launch, or a collection, raises."""
+    """Let launches and collections fail at random."""
     runner = server.engine.runner
-    broken = Counter()
+    failures = Counter()
     launch = runner.launch
     collect = runner.collect
 
-    def fails(name, work, *given):
+    def call_or_fail(name, work, *arguments):
         if rng.random() < 0.002:
-            broken[name] += 1
+            failures[name] += 1
             raise RuntimeError(f"{name} is not well")
-        return work(*given)
+        return work(*arguments)
 
-    runner.launch = lambda plan, moves: fails("launch", launch, plan, moves)
-    runner.collect = lambda launched: fails("collect", collect, launched)
+    runner.launch = lambda plan, moves: call_or_fail("launch", launch, plan, moves)
+    runner.collect = lambda launched: call_or_fail("collect", collect, launched)
 
-    def mend():
+    def restore():
         runner.launch = launch
         runner.collect = collect
 
-    return broken, mend
+    return failures, restore
 
 
-def accounted(server) -> None:
-    """Nothing is held, and every request that was taken has ended in one way."""
+def check_accounting(server) -> None:
+    """No resources are held, and every accepted request has exactly one end."""
     engine = server.engine
     thread = server.service.models.models[0].llm.thread
     until = time.monotonic() + 120
@@ -174,12 +179,12 @@ def accounted(server) -> None:
     assert engine.runner.compiles.recompiles == 0
 
 
-def test_chaos(server, caplog):
+def test_disconnections_full_queue_and_failed_steps(server, caplog):
     rng = random.Random(0)
     outcomes = Counter()
     metrics = server.service.models.models[0].llm.metrics
-    broken, mend = break_steps(server, rng)
-    wanted = {
+    failures, restore = break_steps(server, rng)
+    expected_outcomes = {
         "200",
         "400",
         "429",
@@ -193,20 +198,20 @@ def test_chaos(server, caplog):
         "preempted",
     }
 
-    def missing() -> set[str]:
+    def missing_outcomes() -> set[str]:
         preempted = ["preempted"] * bool(metrics.values()["vllm:num_preemptions_total"])
-        return wanted - {*outcomes, *broken, *preempted}
+        return expected_outcomes - {*outcomes, *failures, *preempted}
 
-    asyncio.run(storm(server, outcomes, lambda: not missing()))
-    mend()
-    accounted(server)
-    assert sum(metrics.ends.values()) > SECONDS  # work was done
-    assert not missing(), outcomes
+    asyncio.run(run_clients(server, outcomes, lambda: not missing_outcomes()))
+    restore()
+    check_accounting(server)
+    assert sum(metrics.ends.values()) > SECONDS  # requests were finished
+    assert not missing_outcomes(), outcomes
     print(dict(outcomes), dict(metrics.ends))
 
 
-def test_an_end_under_load(server):
-    """No new work, running streams come to their ends, and the server is gone."""
+def test_shutdown_under_load(server):
+    """New requests are rejected, running streams finish, and the server stops."""
 
     async def run() -> list[bytes]:
         address = server.url.removeprefix("http://").split(":")
@@ -217,26 +222,28 @@ def test_an_end_under_load(server):
             f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: "
             "application/json\r\n"
         )
-        sent = f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        request_data = (
+            f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
 
-        async def one() -> bytes:
+        async def complete() -> bytes:
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(sent)
+            writer.write(request_data)
             answer = await reader.read()
             writer.close()
             return answer
 
-        streams = [asyncio.create_task(one()) for _ in range(24)]
+        streams = [asyncio.create_task(complete()) for _ in range(24)]
         while not server.engine.scheduler.running:
             await asyncio.sleep(0.005)
         server.loop.call_soon_threadsafe(server.service.stop)
         await asyncio.sleep(0.02)
-        late = await one()
-        assert late.startswith(b"HTTP/1.1 503") and b"shutting down" in late
+        late_answer = await complete()
+        assert late_answer.startswith(b"HTTP/1.1 503") and b"shutting down" in late_answer
         return await asyncio.gather(*streams)
 
     for answer in asyncio.run(run()):
-        # those that came after the signal
+        # requests after the signal get 503
         assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))
         assert answer.startswith(b"HTTP/1.1 503") or (
             b"[DONE]" in answer and b'"finish_reason":"length"' in answer

@@ -1,7 +1,7 @@
-"""What wears other servers down: aborts by the thousand, requests without end, steps that fail,
-pools too small.
+"""Endurance of the engine: aborts by the thousand, long series of requests, failing steps, and
+small page pools.
 
-The engine is whole but for its device, which draws the same token from every row at once.
+All of the engine is real except its device, which samples the same token for every row immediately.
 """
 
 import gc
@@ -23,7 +23,7 @@ SEEDS = cases(100)
 
 @pytest.fixture(scope="module")
 def engine():
-    """Sixteen at once, and pages for about half of them."""
+    """An engine for sixteen sequences, with pages for about half of them."""
     engine = pretended_engine(16, 200, num_rows=64)
     engine.tables[0] = engine.scheduler.replicas[0].table = PageTable(
         (60, 60), 16, engine.runner.config.windows
@@ -39,25 +39,31 @@ def check_idle(engine) -> None:
     assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.waiting
 
 
-def params(rng: random.Random, most: int = 60) -> SamplingParams:
+def random_params(rng: random.Random, max_tokens: int = 60) -> SamplingParams:
     return SamplingParams(
-        temperature=0, max_tokens=rng.randint(1, most), n=rng.choice((1, 1, 1, 3)), ignore_eos=True
+        temperature=0,
+        max_tokens=rng.randint(1, max_tokens),
+        n=rng.choice((1, 1, 1, 3)),
+        ignore_eos=True,
     )
 
 
-def test_ten_thousand_aborts_leak_nothing(engine):
-    """In the queue, in the middle of a prompt, with a token under way, after giving way, together
-    with others.
+def test_aborts_leak_nothing(engine):
+    """Requests are aborted while queued, during prefill, with a step in flight, after preemption,
+    singly or together.
     """
     rng = random.Random(0)
-    aborted = 0
+    num_aborted = 0
     count = 0
     states = set()
-    while aborted < 10_000:
+    while num_aborted < 10_000:
         while len(engine.requests) < 40:
             tokens = [rng.randrange(400) for _ in range(rng.choice((3, 20, 120)))]
             engine.add(
-                str(count), tokens, params(rng), terms=Terms(share_key=rng.choice((None, "a")))
+                str(count),
+                tokens,
+                random_params(rng),
+                terms=Terms(share_key=rng.choice((None, "a"))),
             )
             count += 1
         for _ in range(rng.choice((0, 1, 1, 2, 5))):
@@ -70,7 +76,7 @@ def test_ten_thousand_aborts_leak_nothing(engine):
                     (seq.slot >= 0, bool(seq.pending), seq.missing > 1, seq.num_preemptions > 0)
                 )
             engine.abort(name)
-            aborted += 1
+            num_aborted += 1
         if rng.random() < 0.02:
             engine.scheduler.check()
     while engine.busy:
@@ -81,11 +87,11 @@ def test_ten_thousand_aborts_leak_nothing(engine):
 
 @pytest.mark.random
 @pytest.mark.slow
-def test_twenty_thousand_requests_leave_nothing_behind(engine):
+def test_finished_requests_leak_no_memory(engine):
     rng = random.Random(1)
     count = 0
 
-    def serve(requests: int) -> int:
+    def serve_requests(requests: int) -> int:
         nonlocal count
         for _ in range(requests // 50):
             for _ in range(50):
@@ -101,40 +107,42 @@ def test_twenty_thousand_requests_leave_nothing_behind(engine):
 
     tracemalloc.start()
     try:
-        before = serve(cases(2_000))
-        after = serve(cases(18_000))
+        bytes_before = serve_requests(cases(2_000))
+        bytes_after = serve_requests(cases(18_000))
     finally:
         tracemalloc.stop()
-    assert (after - before) / cases(18_000) < 100  # bytes a request; a thousand would be a leak
+    assert (bytes_after - bytes_before) / cases(
+        18_000
+    ) < 100  # bytes per request; a thousand would be a leak
     check_idle(engine)
 
 
 @pytest.mark.random
-def test_a_step_may_fail_at_any_time(engine, caplog):
-    """At the first launch, the second, and so on: who was in it ends with an error, the others as
-    they would have.
+def test_failed_steps_fail_only_their_requests(engine, caplog):
+    """The first, the second, and so on of the calls to the device fails: its requests end with an
+    error, others normally.
     """
     launch = engine.runner.launch
     collect = engine.runner.collect
-    hurt = 0
-    for broken in range(1, cases(200)):
-        rng = random.Random(broken)
+    num_runs_with_errors = 0
+    for failing_call in range(1, cases(200)):
+        rng = random.Random(failing_call)
         calls = 0
 
-        def fails(work, *given, broken=broken):
+        def call_or_fail(work, *arguments, failing_call=failing_call):
             nonlocal calls
             calls += 1
-            if calls == broken:
+            if calls == failing_call:
                 raise RuntimeError("the device is not well")
-            return work(*given)
+            return work(*arguments)
 
-        engine.runner.launch = lambda plan, moves: fails(launch, plan, moves)
-        engine.runner.collect = lambda launched: fails(collect, launched)
+        engine.runner.launch = lambda plan, moves: call_or_fail(launch, plan, moves)
+        engine.runner.collect = lambda launched: call_or_fail(collect, launched)
         requests = [
             engine.add(
-                f"{broken} {i}",
+                f"{failing_call} {i}",
                 [rng.randrange(400) for _ in range(rng.randint(1, 90))],
-                params(rng, 25),
+                random_params(rng, 25),
             )
             for i in range(24)
         ]
@@ -147,53 +155,54 @@ def test_a_step_may_fail_at_any_time(engine, caplog):
                     answer.finish_reason == "error"
                     or len(answer.token_ids) == request.params.max_tokens
                 )
-        hurt += any(
+        num_runs_with_errors += any(
             answer.finish_reason == "error"
             for request in requests
             for answer in request.output().outputs
         )
         check_idle(engine)
-    engine.runner.launch, engine.runner.collect = launch, collect
-    assert hurt > 0.3 * cases(200)  # the rest had ended before
+    engine.runner.launch = launch
+    engine.runner.collect = collect
+    assert num_runs_with_errors > 0.3 * cases(200)  # the others ended before the failing call
     canary = engine.add("canary", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     while engine.busy:
         engine.step()
     assert len(canary.output().outputs[0].token_ids) == 5
 
 
-def test_bad_requests_hurt_nobody(engine):
-    """Seven hundred of them while thirty-two are served."""
-    good = [
+def test_bad_requests_do_not_affect_running_ones(engine):
+    """Seven hundred bad requests while thirty-two are served."""
+    good_requests = [
         engine.add(f"good {i}", [i] * 30, SamplingParams(max_tokens=40, ignore_eos=True))
         for i in range(32)
     ]
-    bad = [
+    bad_requests = [
         lambda: engine.add("x", [], SamplingParams()),
         lambda: engine.add("x", [10**6], SamplingParams()),
         lambda: engine.add("x", [1] * 10**5, SamplingParams()),
-        lambda: engine.add("x", [1] * 1000, SamplingParams(max_tokens=1000)),  # would never fit
+        lambda: engine.add("x", [1] * 1000, SamplingParams(max_tokens=1000)),  # can never fit
         lambda: engine.add("x", [1.5], SamplingParams()),
         lambda: engine.add("x", [1], SamplingParams(logit_bias={10**6: 1.0})),
         lambda: engine.add("x", [1], SamplingParams(stop_token_ids=[10**6])),
     ]
     for index in range(700):
         with pytest.raises(RequestError):
-            bad[index % 7]()
+            bad_requests[index % 7]()
         if index % 10 == 0:
             engine.step()
     while engine.busy:
         engine.step()
-    assert all(len(request.output().outputs[0].token_ids) == 40 for request in good)
+    assert all(len(request.output().outputs[0].token_ids) == 40 for request in good_requests)
     check_idle(engine)
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("block", range(10))
-def test_a_pool_hardly_larger_than_one_request_serves_all(block):
-    """64 requests in 1.2 times the pages of the largest: all end, and none starts over more than
-    three times.
+def test_small_page_pool_serves_all_requests(block):
+    """64 requests on 1.2 times the pages of the largest: all finish, and none is preempted more
+    than three times.
     """
-    worst = 0
+    max_preemptions = 0
     for seed in range(block * SEEDS // 10, (block + 1) * SEEDS // 10):
         rng = random.Random(seed)
         requests = []
@@ -214,5 +223,7 @@ def test_a_pool_hardly_larger_than_one_request_serves_all(block):
         outcomes = simulation.run(requests)
         assert reasons(outcomes) == {"length": 64}
         assert all(len(outcome.tokens) == outcome.request.output for outcome in outcomes)
-        worst = max(worst, *(outcome.seq.num_preemptions for outcome in outcomes))
-    assert 0 < worst <= 3
+        max_preemptions = max(
+            max_preemptions, *(outcome.seq.num_preemptions for outcome in outcomes)
+        )
+    assert 0 < max_preemptions <= 3

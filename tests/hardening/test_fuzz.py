@@ -1,5 +1,6 @@
-"""What schemathesis makes of the server's own description, sent to the bundled model: thousands of
-requests that fit the schema and that do not."""
+"""Schemathesis fuzzes the bundled model's server from its own OpenAPI document: thousands of valid
+and invalid requests.
+"""
 
 import json
 from collections import Counter
@@ -17,19 +18,19 @@ from quire.serving.api.params import MAX_LOGPROBS
 from quire.serving.build import make_engine
 from quire.serving.http.endpoints.openapi import SUMMARIES
 from quire.serving.protocol.schema import BODIES, OLLAMA
-from quire.tests.support.canary import BODIES as LEAST
+from quire.tests.support.canary import BODIES as MINIMAL_BODIES
 from quire.tests.support.canary import FILE, Canary, settled, with_file
-from quire.tests.support.canary import GOOD as LEAST_STATUS
+from quire.tests.support.canary import GOOD as MINIMAL_STATUS
 from quire.tests.support.cases import cases
 from quire.tests.support.served import model_of, served
 
-TOTAL = cases(3000, least=300)
-MOST_TOKENS = 6
-# to make requests for: it takes longer than to answer them
-SLOW = ("/tokenize", "/v1/messages/count_tokens")
-# right by chance
-SELDOM = ("/v1/responses/input_tokens", "/v1/responses/compact", "/generative_scoring")
-WRITES = {  # endpoints that write, and the field that says how much
+NUM_REQUESTS = cases(3000, least=300)
+MAX_TOKENS = 6
+# generating their requests takes longer than answering them
+SLOW_TO_GENERATE = ("/tokenize", "/v1/messages/count_tokens")
+# random bodies are rarely valid
+RARELY_VALID = ("/v1/responses/input_tokens", "/v1/responses/compact", "/generative_scoring")
+GENERATING_PATHS = {  # generating endpoints and their length field
     "/v1/chat/completions": "max_tokens",
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
@@ -37,12 +38,12 @@ WRITES = {  # endpoints that write, and the field that says how much
     "/v1/chat/completions/batch": "max_tokens",
 }
 ROLES = ("user", "system", "assistant", "user")
-ENDS = {
+FINAL_EVENTS = {
     "/v1/responses": ("response.completed", "response.incomplete"),
     "/v1/messages": ("message_stop",),
 }
-# endpoints that write, and take how much among their options
-OPTIONS = ("/api/chat", "/api/generate")
+# generating endpoints with the length in `options`
+OLLAMA_GENERATING_PATHS = ("/api/chat", "/api/generate")
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +52,17 @@ def server():
         make_options(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)
     )
     with served(model_of(engine)) as state:
-        state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
+        state.engine = engine
+        state.canary = Canary(state.url)
+        state.counts = Counter()
         with_file(state.service)
         state.schema = schemathesis.openapi.from_url(f"{state.url}/openapi.json")
         yield state
         print(f"\n{state.counts.total()} requests: {dict(state.counts)}")
 
 
-def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
-    """A body that fits the schema with values that this model knows, so that more of them come to
-    be answered.
-    """
+def make_answerable(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
+    """A valid body with values that this model supports, so that more requests are answered."""
     body = dict(body)
     if body.get("model") is not None:
         body["model"] = "quill"
@@ -75,7 +76,7 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
         "logprob_token_ids",
         "context",
     ):
-        body |= {name: known(body[name], vocab)} if name in body else {}
+        body |= {name: valid_token_ids(body[name], vocab)} if name in body else {}
     for name in ("logprobs", "prompt_logprobs", "top_logprobs"):
         if type(body.get(name)) is int:
             body[name] %= MAX_LOGPROBS + 1
@@ -84,57 +85,64 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
             str(int(token) % vocab): bias for token, bias in body["logit_bias"].items()
         }
     if isinstance(body.get("messages"), list):
-        batch = path.endswith("/batch")
-        found = [turns(one) for one in (body["messages"] if batch else [body["messages"]])]
-        body["messages"] = found if batch else found[0]
-    for name in ("previous_response_id", "conversation"):  # nothing is stored by that name
+        is_batch = path.endswith("/batch")
+        conversations = [
+            alternate_roles(messages)
+            for messages in (body["messages"] if is_batch else [body["messages"]])
+        ]
+        body["messages"] = conversations if is_batch else conversations[0]
+    for name in ("previous_response_id", "conversation"):  # no such id is stored
         if body.get(name) is not None:
             del body[name]
     if path in OLLAMA:
-        body = likelier_of_ollama(body, path)
+        body = make_ollama_answerable(body, path)
     if "input_file_id" in body:
         body |= {"input_file_id": FILE, "endpoint": "/v1/completions", "output_expires_after": None}
-    if path in SELDOM and len(body) % 2:
-        body |= LEAST[path]
-    if path in WRITES and len(body) % 2 and not path.endswith("/batch"):
+    if path in RARELY_VALID and len(body) % 2:
+        body |= MINIMAL_BODIES[path]
+    if path in GENERATING_PATHS and len(body) % 2 and not path.endswith("/batch"):
         body["stream"] = True
     return body
 
 
-def likelier_of_ollama(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """The same at Ollama's endpoints: the model mostly has its name, no thoughts, and no tokens to
-    fill gaps with.
+def make_ollama_answerable(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """For Ollama's endpoints: usually the right model name, and no reasoning, suffix or other
+    unsupported fields.
     """
-    never = (
+    dropped_fields = (
         ("think", "suffix", "name")
         if len(body) % 3
         else ("think", "suffix", "name", "format", "tools", "raw")
     )
-    asked = {name: value for name, value in body.items() if name not in never and value is not None}
-    if not asked.get("logprobs"):
-        asked.pop("top_logprobs", None)
-    if isinstance(asked.get("options"), dict):
-        asked["options"] = {
-            name: value for name, value in asked["options"].items() if name != "repeat_last_n"
+    fields = {
+        name: value
+        for name, value in body.items()
+        if name not in dropped_fields and value is not None
+    }
+    if not fields.get("logprobs"):
+        fields.pop("top_logprobs", None)
+    if isinstance(fields.get("options"), dict):
+        fields["options"] = {
+            name: value for name, value in fields["options"].items() if name != "repeat_last_n"
         }
     return (
-        (LEAST[path] if len(body) % 2 else {})
-        | asked
+        (MINIMAL_BODIES[path] if len(body) % 2 else {})
+        | fields
         | {"model": "quill" if len(str(body)) % 5 else "x"}
     )
 
 
-def turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def alternate_roles(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {"role": ROLES[i % 4], "content": one.get("content") or "x"}
-        for i, one in enumerate(messages)
+        {"role": ROLES[i % 4], "content": message.get("content") or "x"}
+        for i, message in enumerate(messages)
     ]
 
 
-def known(value: Any, vocab: int) -> Any:
-    """The same list with token ids that there are."""
+def valid_token_ids(value: Any, vocab: int) -> Any:
+    """The same list with token ids of the vocabulary."""
     if isinstance(value, list):
-        return [known(one, vocab) for one in value[:64]]
+        return [valid_token_ids(item, vocab) for item in value[:64]]
     return (
         int(value) % vocab
         if isinstance(value, int | float) and not isinstance(value, bool)
@@ -142,84 +150,94 @@ def known(value: Any, vocab: int) -> Any:
     )
 
 
-def capped(body: Any, path: str) -> Any:
-    """The same request for less: what it does not say, or says of too much, is small; what is wrong
-    stays wrong.
+def cap_lengths(body: Any, path: str) -> Any:
+    """The same request with short outputs: large or missing lengths become small; invalid values
+    stay.
     """
-    if path in OPTIONS and isinstance(body, dict):
-        return body | {"options": capped_options(body.get("options"))}
-    if path not in WRITES or not isinstance(body, dict):
+    if path in OLLAMA_GENERATING_PATHS and isinstance(body, dict):
+        return body | {"options": cap_options(body.get("options"))}
+    if path not in GENERATING_PATHS or not isinstance(body, dict):
         return body
     body = dict(body)
-    names = [name for name in (WRITES[path], "max_completion_tokens") if body.get(name) is not None]
-    for name in names or [WRITES[path]]:
+    names = [
+        name
+        for name in (GENERATING_PATHS[path], "max_completion_tokens")
+        if body.get(name) is not None
+    ]
+    for name in names or [GENERATING_PATHS[path]]:
         value = body.get(name)
-        if value is None or (isinstance(value, int | float) and value > MOST_TOKENS):
-            body[name] = MOST_TOKENS
+        if value is None or (isinstance(value, int | float) and value > MAX_TOKENS):
+            body[name] = MAX_TOKENS
     for name in ("n", "best_of"):
         if isinstance(body.get(name), int | float) and body[name] > 4:
             body[name] = 4
     return body
 
 
-def capped_options(options: Any) -> Any:
+def cap_options(options: Any) -> Any:
     if not isinstance(options, dict | None):
         return options
     options = dict(options or {})
     value = options.get("num_predict")
     if value is None or (
-        type(value) in (int, float) and (value in (-2, -1, 0) or value > MOST_TOKENS)
+        type(value) in (int, float) and (value in (-2, -1, 0) or value > MAX_TOKENS)
     ):
-        options["num_predict"] = MOST_TOKENS
+        options["num_predict"] = MAX_TOKENS
     return options
 
 
-def check(path: str, responses: dict[str, Any], response: requests.Response) -> str:
-    """Whether an answer is one that the description has, and in what way."""
+def check_response(path: str, responses: dict[str, Any], response: requests.Response) -> str:
+    """Check that the response matches the OpenAPI document; return its kind."""
     status = response.status_code
-    kind = response.headers["Content-Type"]
+    content_type = response.headers["Content-Type"]
     assert status < 500, (status, response.text[:500])
-    described = (
+    response_schema = (
         responses[str(status)]
         if path.startswith("/api/")
         else responses.get(str(status), responses["default"])
     )
-    assert kind in described.get("content", (kind,)), (status, kind, response.text[:500])
+    assert content_type in response_schema.get("content", (content_type,)), (
+        status,
+        content_type,
+        response.text[:500],
+    )
     if status >= 400:
-        jsonschema.validate(response.json(), described["content"]["application/json"]["schema"])
+        jsonschema.validate(
+            response.json(), response_schema["content"]["application/json"]["schema"]
+        )
         return "refused"
     assert status == 200
-    if "ndjson" in kind:
+    if "ndjson" in content_type:
         lines = [json.loads(line) for line in response.text.strip().split("\n")]
         assert not any("error" in line for line in lines), lines[-3:]
         assert path == "/api/pull" or [line["done"] for line in lines] == [False] * (
             len(lines) - 1
         ) + [True]
         return "streamed"
-    if "event-stream" not in kind:
+    if "event-stream" not in content_type:
         if path != "/metrics":
             response.json()
         return "answered"
-    data = [
+    event_data = [
         line.removeprefix("data: ")
         for line in response.text.split("\n")
         if line.startswith("data: ")
     ]
-    if path in ENDS:
-        assert json.loads(data[-1])["type"] in ENDS[path], data[-3:]
+    if path in FINAL_EVENTS:
+        assert json.loads(event_data[-1])["type"] in FINAL_EVENTS[path], event_data[-3:]
     else:
-        assert data[-1] == "[DONE]" and not any(
-            "error" in json.loads(event) for event in data[:-1]
-        ), data[-3:]
+        assert event_data[-1] == "[DONE]" and not any(
+            "error" in json.loads(event) for event in event_data[:-1]
+        ), event_data[-3:]
     return "streamed"
 
 
-def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[str]:
-    """So many requests to one endpoint, the same ones each time."""
+def fuzz_endpoint(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[str]:
+    """Send `count` reproducible requests to one endpoint; count their outcomes."""
     operation = server.schema[path]["POST" if path in BODIES else "GET"]
     responses = operation.definition.raw["responses"]
     vocab = server.engine.runner.config.vocab_size
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
 
     with requests.Session() as session:
 
@@ -234,38 +252,45 @@ def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[st
         @given(case=operation.as_strategy(generation_mode=mode))
         def send(case: schemathesis.Case) -> None:
             if mode.is_positive and isinstance(case.body, dict):
-                case.body = likelier(case.body, path, vocab)
-            case.body = capped(case.body, path)
+                case.body = make_answerable(case.body, path, vocab)
+            case.body = cap_lengths(case.body, path)
             response = session.request(**case.as_transport_kwargs(base_url=server.url), timeout=60)
-            found[check(path, responses, response)] += 1
+            outcomes[check_response(path, responses, response)] += 1
 
         send()
-    server.counts.update(found)
-    return found
+    server.counts.update(outcomes)
+    return outcomes
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.slow
-def test_bodies(server, path, mode):
-    share = (TOTAL - 100) / (2 * len(BODIES) - 4 * len(SLOW) / 3)
-    found = fuzz(server, path, mode, max(60, round(share / 3 if path in SLOW else share)))
-    print(f"{path}, {mode.value}: {dict(found)}")
-    answered = found["answered"] + found["streamed"]
-    none = LEAST_STATUS[path] != 200  # quill has no classes
-    assert answered > 0 or mode.is_negative or none, "nothing that fits the schema is answered"
-    assert mode.is_positive or found["refused"] > answered
+def test_fuzzed_bodies(server, path, mode):
+    share = (NUM_REQUESTS - 100) / (2 * len(BODIES) - 4 * len(SLOW_TO_GENERATE) / 3)
+    outcomes = fuzz_endpoint(
+        server, path, mode, max(60, round(share / 3 if path in SLOW_TO_GENERATE else share))
+    )
+    print(f"{path}, {mode.value}: {dict(outcomes)}")
+    num_answered = outcomes["answered"] + outcomes["streamed"]
+    is_unsupported = MINIMAL_STATUS[path] != 200  # quill is no classifier
+    assert num_answered > 0 or mode.is_negative or is_unsupported, (
+        "nothing that fits the schema is answered"
+    )
+    assert mode.is_positive or outcomes["refused"] > num_answered
     server.canary.check_answer()
     settled(server.engine)
 
 
-def test_names_and_what_has_no_body(server):
-    """The other endpoints, and what is asked of them by a path."""
-    others = [path for path in SUMMARIES if path not in BODIES]
-    for path in others:
-        count = 100 - len(others) + 1 if "{" in path else 1
-        found = fuzz(server, path, GenerationMode.POSITIVE, count)
-        assert (found["answered"] == 1 and found.total() == 1) or "{" in path, (path, found)
+def test_fuzzed_paths_without_body(server):
+    """All other endpoints, with fuzzed path parameters."""
+    paths = [path for path in SUMMARIES if path not in BODIES]
+    for path in paths:
+        count = 100 - len(paths) + 1 if "{" in path else 1
+        outcomes = fuzz_endpoint(server, path, GenerationMode.POSITIVE, count)
+        assert (outcomes["answered"] == 1 and outcomes.total() == 1) or "{" in path, (
+            path,
+            outcomes,
+        )
     server.canary.check_answer()
     settled(server.engine)

@@ -1,5 +1,6 @@
-"""Bytes that are no request, or one that never ends: refused or closed in time, within bounded
-memory, by a server that answers the next one as if nothing had been."""
+"""Malformed and unending HTTP requests: rejected or disconnected in time and in bounded memory,
+without harm to later requests.
+"""
 
 import asyncio
 import contextlib
@@ -25,20 +26,20 @@ from quire.serving.http.settings import ServerSettings
 from quire.tests.support.canary import Canary, Client, connect, memory, settled
 from quire.tests.support.served import FORMATS, model_of, scripted, served
 
-RECEIVE = 0.6  # seconds
-IDLE = 0.7
-WRITE = 0.6
-LATE = 15.0  # more, on a machine that has other things to do
+RECEIVE_SECONDS = 0.6  # seconds
+IDLE_SECONDS = 0.7
+WRITE_SECONDS = 0.6
+MARGIN_SECONDS = 15.0  # margin for busy machines
 MIB = 1 << 20
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "hello", "max_tokens": 2}'
 FLAGS = (
     "--receive-seconds",
-    RECEIVE,
+    RECEIVE_SECONDS,
     "--idle-seconds",
-    IDLE,
+    IDLE_SECONDS,
     "--write-seconds",
-    WRITE,
+    WRITE_SECONDS,
     "--max-body-bytes",
     "4M",
     "--max-model-len",
@@ -54,7 +55,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Any]:
-    """A `quire serve` of its own, so that what it needs can be measured."""
+    """A separate `quire serve` process, so that its memory can be measured."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *map(str, FLAGS)]
     lines: list[str] = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as running:
@@ -77,48 +78,55 @@ def process() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def unharmed(request):
-    """Afterwards: the same process, no more memory, no open file, and the canary sings."""
+def check_server_is_unharmed(request):
+    """After each test: same process, bounded memory growth, no leaked files, and the canary request
+    succeeds.
+    """
     if "process" not in request.fixturenames:
         yield
         return
     process = request.getfixturevalue("process")
-    one = psutil.Process(process.pid)
-    began = one.create_time()
-    before = memory(process.pid)
-    files = one.num_fds()
+    server = psutil.Process(process.pid)
+    creation_time = server.create_time()
+    memory_before = memory(process.pid)
+    files = server.num_fds()
     yield
-    took = process.canary.check_answer()
-    assert process.running.poll() is None and one.create_time() == began
-    end = time.monotonic() + RECEIVE + LATE
-    while one.num_fds() > files and time.monotonic() < end:
+    canary_seconds = process.canary.check_answer()
+    assert process.running.poll() is None and server.create_time() == creation_time
+    end = time.monotonic() + RECEIVE_SECONDS + MARGIN_SECONDS
+    while server.num_fds() > files and time.monotonic() < end:
         time.sleep(0.02)
-    grown = (memory(process.pid) - before) / MIB
-    print(f"    canary {took:.3f} s, {grown:+.1f} MiB, {one.num_fds() - files:+d} files")
-    assert one.num_fds() <= files
-    assert grown < (160 if "flood" in request.node.name else 48)
+    growth_mib = (memory(process.pid) - memory_before) / MIB
+    print(
+        f"    canary {canary_seconds:.3f} s, {growth_mib:+.1f} MiB, "
+        f"{server.num_fds() - files:+d} files"
+    )
+    assert server.num_fds() <= files
+    assert growth_mib < (160 if "flood" in request.node.name else 48)
 
 
-def drain(connection: socket.socket, seconds: float) -> tuple[bytes, float | None]:
-    """What came until the server closed, and when it did; None: it has not in this time."""
-    found = b""
-    began = time.monotonic()
-    while (left := began + seconds - time.monotonic()) > 0:
-        connection.settimeout(left)
+def read_until_closed(connection: socket.socket, seconds: float) -> tuple[bytes, float | None]:
+    """(data received until the server closes, seconds until then; None if it does not close in
+    time).
+    """
+    data = b""
+    start = time.monotonic()
+    while (remaining := start + seconds - time.monotonic()) > 0:
+        connection.settimeout(remaining)
         try:
-            data = connection.recv(65536)
+            received = connection.recv(65536)
         except TimeoutError:
             break
         except ConnectionError:
-            return found, time.monotonic() - began
-        if not data:
-            return found, time.monotonic() - began
-        found += data
-    return found, None
+            return data, time.monotonic() - start
+        if not received:
+            return data, time.monotonic() - start
+        data += received
+    return data, None
 
 
-def send(connection: socket.socket, data: bytes) -> bool:
-    """Whether all of it was taken."""
+def try_send(connection: socket.socket, data: bytes) -> bool:
+    """Send all of it; return whether the connection accepted it."""
     try:
         connection.sendall(data)
     except (ConnectionError, TimeoutError):
@@ -126,20 +134,20 @@ def send(connection: socket.socket, data: bytes) -> bool:
     return True
 
 
-def answers(raw: bytes) -> int:
-    """How many there are, bodies left aside."""
+def count_responses(raw: bytes) -> int:
+    """Number of status lines in the data."""
     return len(re.findall(rb"HTTP/1\.1 \d{3} ", raw))
 
 
-def status_of(raw: bytes) -> int | None:
+def parse_status(raw: bytes) -> int | None:
     return int(raw.split(b" ", 2)[1]) if raw.startswith(b"HTTP/1.") else None
 
 
-# Broken from the start: what a single write may bring
+# Malformed requests in a single write
 # --------------------------------------------------------------
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
-BROKEN: dict[str, bytes] = {
+MALFORMED_REQUESTS: dict[str, bytes] = {
     "nothing but a line": b"\r\n\r\n\r\n",
     "no request": b"hello\r\n\r\n",
     "bytes": bytes(range(256)) * 64,
@@ -229,54 +237,64 @@ BROKEN: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", MALFORMED_REQUESTS)
 @pytest.mark.slow
-def test_broken(process, name):
-    """A 4xx or 5xx of HTTP, or none; and no more of it is read than a moment's."""
-    began = time.monotonic()
+def test_malformed_requests_are_rejected(process, name):
+    """The response is a 4xx, a 501 or nothing, and the connection is closed in time."""
+    start = time.monotonic()
     with connect(process.url) as connection:
-        send(connection, BROKEN[name])
-        raw, closed = drain(connection, RECEIVE + IDLE + LATE)
-    status = status_of(raw)
+        try_send(connection, MALFORMED_REQUESTS[name])
+        raw, closed = read_until_closed(connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS)
+    status = parse_status(raw)
     print(f"{name}: {status}, closed after {closed if closed is None else round(closed, 2)} s")
-    assert closed is not None and time.monotonic() - began < RECEIVE + IDLE + LATE
+    assert (
+        closed is not None
+        and time.monotonic() - start < RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
+    )
     assert status is None or 400 <= status < 500 or status == 501, raw[:300]
-    assert answers(raw) <= 1, "one write, two answers"
+    assert count_responses(raw) <= 1, "one request, two responses"
     assert b"Traceback" not in raw
 
 
-def test_websocket(process):
-    """There is none: the path is answered as if nobody had asked for another protocol."""
+def test_protocol_upgrades_are_ignored(process):
+    """WebSocket is not supported: the request is answered as a plain HTTP request."""
     upgrade = (
         b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAA=\r\n"
     )
-    for path, wanted in ((b"/ping", 200), (b"/v1/realtime", 404), (b"/live/ws", 404)):
+    for path, expected_status in ((b"/ping", 200), (b"/v1/realtime", 404), (b"/live/ws", 404)):
         with connect(process.url) as connection:
             connection.sendall(
                 b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n"
             )
-            raw, closed = drain(connection, RECEIVE + IDLE + LATE)
-        assert status_of(raw) == wanted and closed is not None
-    with connect(process.url) as connection:  # nor HTTP/2 by upgrade
+            raw, closed = read_until_closed(
+                connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
+            )
+        assert parse_status(raw) == expected_status and closed is not None
+    with connect(process.url) as connection:  # nor upgrades to HTTP/2
         connection.sendall(
             b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
         )
-        assert status_of(drain(connection, RECEIVE + IDLE + LATE)[0]) == 200
+        assert (
+            parse_status(
+                read_until_closed(connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS)[0]
+            )
+            == 200
+        )
 
 
-# Slow, silent, endless
+# Slow, silent and endless requests
 # -----------------------------------------------------------------------------------------------
 
 
-def dripping(first: bytes, drop: bytes, pause: float = 0.05) -> Callable[[socket.socket], float]:
-    """Sends a little again and again; how long the server bore it."""
+def send_slowly(first: bytes, drop: bytes, pause: float = 0.05) -> Callable[[socket.socket], float]:
+    """Send a little again and again; returns seconds until the server disconnects."""
 
     def run(connection: socket.socket) -> float:
-        began = time.monotonic()
+        start = time.monotonic()
         connection.sendall(first)
-        while time.monotonic() - began < 2 * RECEIVE + LATE:
-            if not send(connection, drop):
+        while time.monotonic() - start < 2 * RECEIVE_SECONDS + MARGIN_SECONDS:
+            if not try_send(connection, drop):
                 break
             connection.settimeout(pause)
             with contextlib.suppress(TimeoutError):
@@ -285,122 +303,153 @@ def dripping(first: bytes, drop: bytes, pause: float = 0.05) -> Callable[[socket
                         break
                 except ConnectionError:
                     break
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     return run
 
 
-def waiting(first: bytes, half_close: bool = False) -> Callable[[socket.socket], float]:
-    """Sends something and is silent then."""
+def send_and_wait(first: bytes, half_close: bool = False) -> Callable[[socket.socket], float]:
+    """Send a prefix and wait; returns seconds until the server disconnects."""
 
     def run(connection: socket.socket) -> float:
-        began = time.monotonic()
+        start = time.monotonic()
         if first:
             connection.sendall(first)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
-        raw, closed = drain(connection, 2 * RECEIVE + IDLE + LATE)
+        raw, closed = read_until_closed(
+            connection, 2 * RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
+        )
         assert closed is not None, raw
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     return run
 
 
-def flooding(first: bytes, more: bytes, most: int = 64 * MIB) -> Callable[[socket.socket], float]:
-    """Sends as much as is taken."""
+def send_flood(
+    first: bytes, chunk: bytes, max_bytes: int = 64 * MIB
+) -> Callable[[socket.socket], float]:
+    """Send as fast as the server reads; returns seconds until it disconnects."""
 
     def run(connection: socket.socket) -> float:
-        began = time.monotonic()
-        sent = 0
+        start = time.monotonic()
+        num_sent = 0
         connection.sendall(first)
-        while sent < most and send(connection, more):
-            sent += len(more)
-            assert time.monotonic() - began < 2 * RECEIVE + LATE, "it is read for ever"
-        drain(connection, RECEIVE + IDLE + LATE)
-        return time.monotonic() - began
+        while num_sent < max_bytes and try_send(connection, chunk):
+            num_sent += len(chunk)
+            assert time.monotonic() - start < 2 * RECEIVE_SECONDS + MARGIN_SECONDS, (
+                "the server reads endlessly"
+            )
+        read_until_closed(connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS)
+        return time.monotonic() - start
 
     return run
 
 
-# (seconds that it may take, what is done)
-SLOW: dict[str, tuple[float, Callable[[socket.socket], float]]] = {
-    "silent": (RECEIVE, waiting(b"")),
-    "half a line": (RECEIVE, waiting(b"POST /v1/comp")),
-    "a head without end": (RECEIVE, waiting(HEAD)),
-    "a body that does not come": (RECEIVE, waiting(HEAD + b"Content-Length: 36\r\n\r\n")),
-    "half a body": (RECEIVE, waiting(HEAD + b"Content-Length: 36\r\n\r\n" + BODY[:10])),
-    "a huge length": (RECEIVE, waiting(HEAD + b"Content-Length: 4000000\r\n\r\n" + BODY)),
-    "chunks without end": (RECEIVE, waiting(CHUNKED + b"\r\n24\r\n" + BODY + b"\r\n")),
-    "half a chunk": (RECEIVE, waiting(CHUNKED + b"\r\n24\r\n" + BODY[:5])),
+# (time limit in seconds, action)
+SLOW_CLIENTS: dict[str, tuple[float, Callable[[socket.socket], float]]] = {
+    "silent": (RECEIVE_SECONDS, send_and_wait(b"")),
+    "half a line": (RECEIVE_SECONDS, send_and_wait(b"POST /v1/comp")),
+    "a head without end": (RECEIVE_SECONDS, send_and_wait(HEAD)),
+    "a body that does not come": (
+        RECEIVE_SECONDS,
+        send_and_wait(HEAD + b"Content-Length: 36\r\n\r\n"),
+    ),
+    "half a body": (
+        RECEIVE_SECONDS,
+        send_and_wait(HEAD + b"Content-Length: 36\r\n\r\n" + BODY[:10]),
+    ),
+    "a huge length": (
+        RECEIVE_SECONDS,
+        send_and_wait(HEAD + b"Content-Length: 4000000\r\n\r\n" + BODY),
+    ),
+    "chunks without end": (
+        RECEIVE_SECONDS,
+        send_and_wait(CHUNKED + b"\r\n24\r\n" + BODY + b"\r\n"),
+    ),
+    "half a chunk": (RECEIVE_SECONDS, send_and_wait(CHUNKED + b"\r\n24\r\n" + BODY[:5])),
     "half of a request, and the end": (
-        RECEIVE,
-        waiting(HEAD + b"Content-Length: 36\r\n\r\n" + BODY[:10], True),
+        RECEIVE_SECONDS,
+        send_and_wait(HEAD + b"Content-Length: 36\r\n\r\n" + BODY[:10], True),
     ),
-    "half of a head, and the end": (RECEIVE, waiting(HEAD[:20], True)),
-    "the end at once": (RECEIVE, waiting(b"", True)),
+    "half of a head, and the end": (RECEIVE_SECONDS, send_and_wait(HEAD[:20], True)),
+    "the end at once": (RECEIVE_SECONDS, send_and_wait(b"", True)),
     "an expectation, and nothing": (
-        RECEIVE,
-        waiting(HEAD + b"Expect: 100-continue\r\nContent-Length: 36\r\n\r\n"),
+        RECEIVE_SECONDS,
+        send_and_wait(HEAD + b"Expect: 100-continue\r\nContent-Length: 36\r\n\r\n"),
     ),
-    "silent after an answer": (IDLE, waiting(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")),
+    "silent after an answer": (
+        IDLE_SECONDS,
+        send_and_wait(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ),
     "half a second request": (
-        IDLE,
-        waiting(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\nGET /pi"),
+        IDLE_SECONDS,
+        send_and_wait(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\nGET /pi"),
     ),
-    "a dripping head": (RECEIVE, dripping(HEAD + b"X: ", b"y")),
-    "dripping lines": (RECEIVE, dripping(b"", b"\r\n")),
-    "dripping headers": (RECEIVE, dripping(HEAD, b"X: y\r\n")),
-    "a dripping body": (RECEIVE, dripping(HEAD + b"Content-Length: 3000000\r\n\r\n", b" ")),
-    "dripping chunks": (RECEIVE, dripping(CHUNKED + b"\r\n", b"1\r\n \r\n")),
+    "a dripping head": (RECEIVE_SECONDS, send_slowly(HEAD + b"X: ", b"y")),
+    "dripping lines": (RECEIVE_SECONDS, send_slowly(b"", b"\r\n")),
+    "dripping headers": (RECEIVE_SECONDS, send_slowly(HEAD, b"X: y\r\n")),
+    "a dripping body": (
+        RECEIVE_SECONDS,
+        send_slowly(HEAD + b"Content-Length: 3000000\r\n\r\n", b" "),
+    ),
+    "dripping chunks": (RECEIVE_SECONDS, send_slowly(CHUNKED + b"\r\n", b"1\r\n \r\n")),
     "a body for a GET": (
-        RECEIVE,
-        dripping(
+        RECEIVE_SECONDS,
+        send_slowly(
             HEAD.replace(b"POST /v1/completions", b"GET /ping")
             + b"Content-Length: 3000000\r\n\r\n",
             b" ",
         ),
     ),
     "a body for what is not there": (
-        RECEIVE,
-        dripping(HEAD.replace(b"/v1", b"/v9") + b"Content-Length: 3000000\r\n\r\n", b" "),
+        RECEIVE_SECONDS,
+        send_slowly(HEAD.replace(b"/v1", b"/v9") + b"Content-Length: 3000000\r\n\r\n", b" "),
     ),
-    "64 MiB of a header": (RECEIVE, flooding(HEAD + b"X: ", b"y" * MIB)),
-    "64 MiB of headers": (RECEIVE, flooding(HEAD, b"X: yyyyyyyyyyyyy\r\n" * (MIB // 16))),
-    "64 MiB of a line": (RECEIVE, flooding(b"GET /", b"a" * MIB)),
-    "64 MiB of empty lines": (RECEIVE, flooding(b"", b"\r\n" * (MIB // 2))),
-    "64 MiB of zeros": (RECEIVE, flooding(b"", b"\0" * MIB)),
+    "64 MiB of a header": (RECEIVE_SECONDS, send_flood(HEAD + b"X: ", b"y" * MIB)),
+    "64 MiB of headers": (RECEIVE_SECONDS, send_flood(HEAD, b"X: yyyyyyyyyyyyy\r\n" * (MIB // 16))),
+    "64 MiB of a line": (RECEIVE_SECONDS, send_flood(b"GET /", b"a" * MIB)),
+    "64 MiB of empty lines": (RECEIVE_SECONDS, send_flood(b"", b"\r\n" * (MIB // 2))),
+    "64 MiB of zeros": (RECEIVE_SECONDS, send_flood(b"", b"\0" * MIB)),
     "64 MiB in chunks": (
-        RECEIVE,
-        flooding(CHUNKED + b"\r\n", b"100000\r\n" + b" " * MIB + b"\r\n"),
+        RECEIVE_SECONDS,
+        send_flood(CHUNKED + b"\r\n", b"100000\r\n" + b" " * MIB + b"\r\n"),
     ),
-    "64 MiB in small chunks": (RECEIVE, flooding(CHUNKED + b"\r\n", b"1\r\n \r\n" * 10_000)),
+    "64 MiB in small chunks": (
+        RECEIVE_SECONDS,
+        send_flood(CHUNKED + b"\r\n", b"1\r\n \r\n" * 10_000),
+    ),
     "64 MiB of a length of a terabyte": (
-        RECEIVE,
-        flooding(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * MIB),
+        RECEIVE_SECONDS,
+        send_flood(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * MIB),
     ),
     "64 MiB after a refusal": (
-        RECEIVE,
-        flooding(HEAD.replace(b"json", b"xml") + b"Content-Length: 4000000000\r\n\r\n", b" " * MIB),
+        RECEIVE_SECONDS,
+        send_flood(
+            HEAD.replace(b"json", b"xml") + b"Content-Length: 4000000000\r\n\r\n", b" " * MIB
+        ),
     ),
     "64 MiB after a request": (
-        RECEIVE,
-        flooding(HEAD + b"Content-Length: 36\r\n\r\n" + BODY, b"G" * MIB),
+        RECEIVE_SECONDS,
+        send_flood(HEAD + b"Content-Length: 36\r\n\r\n" + BODY, b"G" * MIB),
     ),
 }
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", SLOW_CLIENTS)
 @pytest.mark.slow
-def test_slow(process, name):
-    deadline, run = SLOW[name]
+def test_slow_clients_are_disconnected(process, name):
+    deadline, run = SLOW_CLIENTS[name]
     with connect(process.url) as connection:
-        took = run(connection)
-    print(f"{name}: over after {took:.2f} s")
-    assert took < deadline + RECEIVE + LATE
+        elapsed = run(connection)
+    print(f"{name}: over after {elapsed:.2f} s")
+    assert elapsed < deadline + RECEIVE_SECONDS + MARGIN_SECONDS
 
 
-def test_many_that_are_silent(process):
-    """More than there may be connections: others are told so, and served when those are closed."""
+def test_connection_limit_with_silent_clients(process):
+    """Above the connection limit requests get 503, and are served once silent connections are
+    closed.
+    """
     connections = [connect(process.url) for _ in range(100)]
     try:
         time.sleep(0.1)
@@ -408,42 +457,42 @@ def test_many_that_are_silent(process):
             status, _, raw = client.ask("GET", "/ping")
             assert (status, raw) in ((503, b"Service Unavailable"), (200, b"{}"))
         for connection in connections:
-            _, closed = drain(connection, RECEIVE + LATE)
+            _, closed = read_until_closed(connection, RECEIVE_SECONDS + MARGIN_SECONDS)
             assert closed is not None
     finally:
         for connection in connections:
             connection.close()
 
 
-def test_many_bodies_that_stay_half(process):
-    """What is held for those that are not complete goes with them."""
+def test_incomplete_bodies_are_freed(process):
+    """Buffers of incomplete requests are freed with their connections."""
     connections = [connect(process.url) for _ in range(20)]
     for connection in connections:
-        send(connection, HEAD + b"Content-Length: 3000000\r\n\r\n" + b" " * 1_000_000)
+        try_send(connection, HEAD + b"Content-Length: 3000000\r\n\r\n" + b" " * 1_000_000)
     peak = memory(process.pid)
     for connection in connections:
-        drain(connection, RECEIVE + LATE)
+        read_until_closed(connection, RECEIVE_SECONDS + MARGIN_SECONDS)
         connection.close()
     print(f"20 half bodies: {memory(process.pid) / MIB:.0f} MiB, {peak / MIB:.0f} at the peak")
 
 
 @pytest.mark.slow
-def test_floods(process):
-    """Ten connections that send as fast as they can what takes work to read: others are served
+def test_floods_do_not_block_other_clients(process):
+    """Ten connections send data that is expensive to parse; other requests are answered
     meanwhile.
     """
     stop = threading.Event()
 
-    def flood(first: bytes, more: bytes) -> None:
+    def flood(first: bytes, chunk: bytes) -> None:
         while not stop.is_set():
             with contextlib.suppress(OSError), connect(process.url) as connection:
                 connection.settimeout(0.5)
                 connection.sendall(first)
                 while not stop.is_set():
-                    connection.sendall(more)
+                    connection.sendall(chunk)
 
     ping = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for name, first, more in (
+    for name, first, chunk in (
         ("small chunks", CHUNKED + b"\r\n", b"1\r\n \r\n" * 40_000),
         ("larger chunks", CHUNKED + b"\r\n", (b"100\r\n" + b" " * 256 + b"\r\n") * 1000),
         ("pipelined requests", b"", ping * 2000),
@@ -452,57 +501,59 @@ def test_floods(process):
         ("rubbish", b"", b"\r\n" * 1000 + b"\0" * 1000),
     ):
         stop.clear()
-        threads = [threading.Thread(target=flood, args=(first, more)) for _ in range(10)]
+        threads = [threading.Thread(target=flood, args=(first, chunk)) for _ in range(10)]
         for thread in threads:
             thread.start()
         try:
             time.sleep(0.3)
-            took = max(process.canary.check_answer(300) for _ in range(3))
+            canary_seconds = max(process.canary.check_answer(300) for _ in range(3))
         finally:
             stop.set()
             for thread in threads:
                 thread.join()
-        print(f"ten connections of {name}: canary {took:.2f} s at most")
+        print(f"ten connections of {name}: canary {canary_seconds:.2f} s at most")
 
 
-def test_chunks_as_clients_send_them(process):
-    """A small body in pieces of any size, and a large one in larger pieces."""
-    large = json.dumps({"prompt": "hello", "max_tokens": 2, "user": "x" * 3_000_000}).encode()
+def test_chunked_bodies_of_any_chunk_size(process):
+    """A small body in chunks of any size, and a large body in larger chunks."""
+    large_body = json.dumps({"prompt": "hello", "max_tokens": 2, "user": "x" * 3_000_000}).encode()
     for body, size in (
         (BODY, 1),
         (BODY, 7),
         (BODY, 36),
-        (large, 1400),
-        (large, 16_384),
-        (large, 1_000_000),
+        (large_body, 1400),
+        (large_body, 16_384),
+        (large_body, 1_000_000),
     ):
-        parts = [body[at : at + size] for at in range(0, len(body), size)]
+        chunks = [body[at : at + size] for at in range(0, len(body), size)]
         with connect(process.url) as connection:
-            data = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+            data = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
             connection.sendall(CHUNKED + b"Connection: close\r\n\r\n" + data + b"0\r\n\r\n")
-            assert status_of(drain(connection, 10)[0]) == 200, (len(body), size)
+            assert parse_status(read_until_closed(connection, 10)[0]) == 200, (len(body), size)
 
 
-# Several at once on a connection
+# Pipelining and smuggling
 # -----------------------------------------------------------------------------------
 
 
-def test_pipelining(process):
-    """Each is answered, in its order."""
-    asks = [HEAD + b"X-Request-Id: a%d\r\nContent-Length: 36\r\n\r\n" % i + BODY for i in range(50)]
+def test_pipelined_requests_are_answered_in_order(process):
+    """All requests are answered in order."""
+    requests = [
+        HEAD + b"X-Request-Id: a%d\r\nContent-Length: 36\r\n\r\n" % i + BODY for i in range(50)
+    ]
     with connect(process.url) as connection:
-        connection.sendall(b"".join(asks))
-        raw, closed = drain(connection, 30)
+        connection.sendall(b"".join(requests))
+        raw, closed = read_until_closed(connection, 30)
     assert closed is not None and raw.count(b"HTTP/1.1 200 OK") == 50
-    places = [raw.lower().find(b"x-request-id: a%d\r\n" % i) for i in range(50)]
-    assert places == sorted(places) and places[0] > 0
+    positions = [raw.lower().find(b"x-request-id: a%d\r\n" % i) for i in range(50)]
+    assert positions == sorted(positions) and positions[0] > 0
 
 
-def test_what_is_smuggled_is_never_a_request(process):
-    """A request in the body of another, for those who count its length otherwise."""
-    inner = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for outer in (
-        CHUNKED + b"Content-Length: %d\r\n\r\n0\r\n\r\n" % (5 + len(inner)),
+def test_request_smuggling_is_rejected(process):
+    """A request inside another's body, for parsers that disagree on the body's length."""
+    inner_request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for outer_request in (
+        CHUNKED + b"Content-Length: %d\r\n\r\n0\r\n\r\n" % (5 + len(inner_request)),
         HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         HEAD + b"Content-Length: 0\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
         HEAD + b"Content-Length: 0\r\nTransfer-Encoding: identity\r\n\r\n",
@@ -512,17 +563,22 @@ def test_what_is_smuggled_is_never_a_request(process):
         HEAD + b"X: a\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     ):
         with connect(process.url) as connection:
-            send(connection, outer + inner)
-            raw, closed = drain(connection, RECEIVE + IDLE + LATE)
-        assert closed is not None and b"vllm:" not in raw and answers(raw) <= 1, (outer, raw[:300])
+            try_send(connection, outer_request + inner_request)
+            raw, closed = read_until_closed(
+                connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
+            )
+        assert closed is not None and b"vllm:" not in raw and count_responses(raw) <= 1, (
+            outer_request,
+            raw[:300],
+        )
 
 
-def test_rubbish_while_an_answer_is_written(process):
-    """It ends this connection and no other."""
+def test_garbage_during_a_response_closes_the_connection(process):
+    """Garbage ends its own connection and no other."""
     body = json.dumps(
         {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
     ).encode()
-    for rubbish in (
+    for garbage in (
         b"\0" * 100,
         b"GET /ping HTTP/1.1\r\n\r\n",
         bytes(range(256)) * 1000,
@@ -531,119 +587,135 @@ def test_rubbish_while_an_answer_is_written(process):
         with connect(process.url) as connection:
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-            send(connection, rubbish)
-            raw, closed = drain(connection, 20)
+            try_send(connection, garbage)
+            raw, closed = read_until_closed(connection, 20)
             assert closed is not None
     chunked = CHUNKED + b"\r\n%x\r\n" % len(body) + body + b"\r\n"
     with connect(process.url) as connection:
         connection.sendall(chunked + b"rubbish\r\n")
-        assert status_of(drain(connection, RECEIVE + IDLE + LATE)[0]) in (None, 400)
+        assert parse_status(
+            read_until_closed(connection, RECEIVE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS)[0]
+        ) in (None, 400)
 
 
-def test_clients_that_reset(process):
-    """Two hundred that send a request and are gone at once."""
+def test_reset_connections_abort_their_requests(process):
+    """200 clients send a request and reset the connection."""
     body = json.dumps(
         {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
     ).encode()
     for number in range(200):
         connection = connect(process.url)
-        # close() resets
+        # close() sends a reset
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        send(connection, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        try_send(connection, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         if number % 3 == 0:
             connection.recv(10)
         connection.close()
     with Client(process.url) as client:
         end = time.monotonic() + 60
         while client.ask("GET", "/load")[2] != b'{"server_load":0}':
-            assert time.monotonic() < end, "a request goes on whose client has left"
+            assert time.monotonic() < end, "a request of a disconnected client is still running"
             time.sleep(0.02)
 
 
-# Readers that do not read
+# Clients that do not read
 # -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def talkative():
-    """A server whose answers are long."""
+def long_answer_server():
+    """A server with long answers."""
     engine, script = scripted(
         lambda prompt: "word " * 900 if "long" in prompt else "short", num_seqs=20
     )
-    with served(model_of(engine), formats=FORMATS, write_seconds=WRITE, idle_seconds=IDLE) as state:
-        state.engine, state.script, state.canary = engine, script, Canary(state.url)
+    with served(
+        model_of(engine), formats=FORMATS, write_seconds=WRITE_SECONDS, idle_seconds=IDLE_SECONDS
+    ) as state:
+        state.engine = engine
+        state.script = script
+        state.canary = Canary(state.url)
         yield state
 
 
-LONG = {"prompt": "long", "max_tokens": 900, "n": 16, "logprobs": 20, "temperature": 0}
+LONG_REQUEST = {"prompt": "long", "max_tokens": 900, "n": 16, "logprobs": 20, "temperature": 0}
 
 
-def request(body: dict[str, Any], more: bytes = b"") -> bytes:
+def http_request(body: dict[str, Any], headers: bytes = b"") -> bytes:
     data = json.dumps(body).encode()
-    return HEAD + more + b"Content-Length: %d\r\n\r\n" % len(data) + data
+    return HEAD + headers + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
-def wait(condition: Callable[[], Any], seconds: float) -> float:
-    """How long it took."""
-    began = time.monotonic()
+def wait_for(condition: Callable[[], Any], seconds: float) -> float:
+    """Wait for the condition; return the seconds it took."""
+    start = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < seconds, "it did not come to that"
+        assert time.monotonic() - start < seconds, "the condition was not met in time"
         time.sleep(0.01)
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
-def test_a_stream_that_nobody_reads(talkative):
-    """It is dropped after its time, its pages are free, and the others go on."""
-    before = memory()
-    used = talkative.engine.tables[0].used()
-    with connect(talkative.url, receive_buffer=1024) as connection, Client(talkative.url) as client:
-        connection.sendall(request(LONG | {"stream": True}))
-        wait(lambda: talkative.engine.tables[0].used() > used, 60)
+def test_unread_stream_is_dropped(long_answer_server):
+    """It is dropped after the write timeout, its pages are freed, and other streams continue."""
+    memory_before = memory()
+    num_used_pages = long_answer_server.engine.tables[0].used()
+    with (
+        connect(long_answer_server.url, receive_buffer=1024) as connection,
+        Client(long_answer_server.url) as client,
+    ):
+        connection.sendall(http_request(LONG_REQUEST | {"stream": True}))
+        wait_for(lambda: long_answer_server.engine.tables[0].used() > num_used_pages, 60)
         events = client.events("/v1/completions", {"prompt": "long", "max_tokens": 300})
         assert (
             events[-1][1] == "[DONE]" and events[-2][1]["choices"][0]["finish_reason"] == "length"
         )
-        took = wait(lambda: not talkative.engine.requests and not talkative.service.open, 120)
-        settled(talkative.engine)
-        grown = (memory() - before) / MIB
-        _, closed = drain(connection, 120)
+        elapsed = wait_for(
+            lambda: not long_answer_server.engine.requests and not long_answer_server.service.open,
+            120,
+        )
+        settled(long_answer_server.engine)
+        growth_mib = (memory() - memory_before) / MIB
+        _, closed = read_until_closed(connection, 120)
         assert closed is not None, "the connection is still open"
-    talkative.canary.check_answer()
-    print(
-        f"a stream that nobody reads: dropped {took:.1f} s after the other's end, {grown:+.0f} MiB"
-    )
-    assert grown < 400
+    long_answer_server.canary.check_answer()
+    print(f"an unread stream: dropped {elapsed:.1f} s after the other's end, {growth_mib:+.0f} MiB")
+    assert growth_mib < 400
 
 
 @pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
 @pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.slow
-def test_an_answer_that_nobody_reads(talkative, count, close):
-    """One that was written at once: its connection is dropped, and what was to be sent with it."""
-    port = int(talkative.url.rpartition(":")[2])
+def test_unread_response_is_dropped(long_answer_server, count, close):
+    """A non-streamed response: the connection and its unsent data are dropped."""
+    port = int(long_answer_server.url.rpartition(":")[2])
 
-    def ends() -> int:
-        """Of connections, the server's."""
-        found = [one for one in psutil.Process().net_connections("tcp") if one.laddr.port == port]
-        return sum(one.status != psutil.CONN_LISTEN for one in found)
+    def num_connections() -> int:
+        """Connections that the server holds."""
+        connections = [
+            connection
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.laddr.port == port
+        ]
+        return sum(connection.status != psutil.CONN_LISTEN for connection in connections)
 
-    with connect(talkative.url, receive_buffer=1024) as connection:
-        connection.sendall(request(LONG | {"n": count}, close))
-        wait(lambda: talkative.engine.requests, 60)
-        wait(lambda: not talkative.engine.requests, 60)
-        took = wait(lambda: not ends(), 2 * WRITE + IDLE + LATE)
-    print(f"an answer that nobody reads: dropped after {took:.1f} s")
-    talkative.canary.check_answer()
+    with connect(long_answer_server.url, receive_buffer=1024) as connection:
+        connection.sendall(http_request(LONG_REQUEST | {"n": count}, close))
+        wait_for(lambda: long_answer_server.engine.requests, 60)
+        wait_for(lambda: not long_answer_server.engine.requests, 60)
+        elapsed = wait_for(
+            lambda: not num_connections(), 2 * WRITE_SECONDS + IDLE_SECONDS + MARGIN_SECONDS
+        )
+    print(f"an unread response: dropped after {elapsed:.1f} s")
+    long_answer_server.canary.check_answer()
 
 
-class Stuck(asyncio.Transport):
-    """A transport whose peer takes nothing more."""
+class StuckTransport(asyncio.Transport):
+    """A transport whose peer reads nothing."""
 
-    left = 5000
+    num_unsent = 5000
     ended = ""
 
     def get_write_buffer_size(self) -> int:
-        return self.left
+        return self.num_unsent
 
     def is_closing(self) -> bool:
         return bool(self.ended)
@@ -652,7 +724,7 @@ class Stuck(asyncio.Transport):
         return None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.left += len(data)
+        self.num_unsent += len(data)
 
     def close(self) -> None:
         self.ended = self.ended or "when all is sent, which is never"
@@ -661,49 +733,49 @@ class Stuck(asyncio.Transport):
         self.ended = self.ended or "now"
 
 
-def test_the_last_bytes_that_nobody_reads():
-    """Too few for the transport to complain of: they would keep a connection that is closed in good
-    order open.
+def test_unread_last_bytes_abort_the_idle_connection():
+    """Fewer bytes than the transport's high-water mark would keep a gracefully closed connection
+    open forever.
     """
 
-    async def idle() -> str:
+    async def close_idle_connection() -> str:
         config = uvicorn.Config(lambda *_: None, ws="none", log_config=None)
-        stuck = Stuck()
-        kind = make_connection_class(ServerSettings())
-        connection = kind(config, ServerState(), {})
-        connection.connection_made(stuck)
+        transport = StuckTransport()
+        connection_class = make_connection_class(ServerSettings())
+        connection = connection_class(config, ServerState(), {})
+        connection.connection_made(transport)
         connection.timeout_keep_alive_handler()
-        return stuck.ended
+        return transport.ended
 
-    assert asyncio.run(idle()) == "now"
+    assert asyncio.run(close_idle_connection()) == "now"
 
 
-def test_a_reader_that_is_slow_and_reads(talkative):
-    """Who takes what it is sent, in steps shorter than the deadline, gets all of it."""
-    with connect(talkative.url, receive_buffer=4096) as connection:
+def test_slow_reader_gets_the_complete_response(long_answer_server):
+    """A client that reads at intervals below the write timeout gets all data."""
+    with connect(long_answer_server.url, receive_buffer=4096) as connection:
         connection.sendall(
-            request({"prompt": "long", "max_tokens": 300, "logprobs": 5, "stream": True})
+            http_request({"prompt": "long", "max_tokens": 300, "logprobs": 5, "stream": True})
         )
-        found = b""
-        while not found.endswith(b"0\r\n\r\n"):
+        response = b""
+        while not response.endswith(b"0\r\n\r\n"):
             time.sleep(0.005)
-            found += connection.recv(4096)
-    assert b"[DONE]" in found and found.count(b'finish_reason":"length') == 1
-    with connect(talkative.url, receive_buffer=4096) as connection:
-        connection.sendall(request(LONG | {"n": 2}, b"Connection: close\r\n"))
-        found = b""
+            response += connection.recv(4096)
+    assert b"[DONE]" in response and response.count(b'finish_reason":"length') == 1
+    with connect(long_answer_server.url, receive_buffer=4096) as connection:
+        connection.sendall(http_request(LONG_REQUEST | {"n": 2}, b"Connection: close\r\n"))
+        response = b""
         while data := connection.recv(65536):
             time.sleep(0.002)
-            found += data
-    assert len(json.loads(found.partition(b"\r\n\r\n")[2])["choices"]) == 2
+            response += data
+    assert len(json.loads(response.partition(b"\r\n\r\n")[2])["choices"]) == 2
 
 
 @pytest.mark.nightly
-def test_live_view_that_nobody_reads(talkative):
-    with connect(talkative.url, receive_buffer=1024) as connection:
+def test_unread_live_events_are_dropped(long_answer_server):
+    with connect(long_answer_server.url, receive_buffer=1024) as connection:
         connection.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
-    with connect(talkative.url) as connection:  # a HEAD of what never ends
+    with connect(long_answer_server.url) as connection:  # HEAD of an endless response
         connection.sendall(b"HEAD /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
-    talkative.canary.check_answer()
+    long_answer_server.canary.check_answer()

@@ -1,6 +1,8 @@
-"""Sequences of requests about what a server stores: ids of earlier answers, of other kinds and of
-other keys, in any order. No request may fail with a 500, hang, or show a key what another one
-stored."""
+"""Random sequences of requests on stored objects, with ids of earlier answers, of other kinds and
+of other API keys.
+
+No request may fail with a 500, hang, or show one key's objects to another.
+"""
 
 import asyncio
 import json
@@ -22,10 +24,10 @@ from quire.tests.support.cases import cases
 from quire.tests.support.served import FORMATS, model_of, scripted
 from quire.tests.support.talk import say
 
-SECONDS = 60.0  # after which a request counts as one that never ends
+TIMEOUT_SECONDS = 60.0  # a request that takes longer counts as hanging
 KEYS = ("one", "two")
 KINDS = ("response", "conversation", "item", "file", "batch", "message_batch")
-FOREIGN = (400, 404, 413, 429)  # refusals of ids that a key does not have
+FOREIGN_ID_STATUSES = (400, 404, 413, 429)  # statuses for ids that the key does not own
 NUMBERS = st.sampled_from(["0", "1", "2", "100", "²", "-1", "1e3", "x", ""])
 TEXTS = st.sampled_from(["hello", "think", "count", "weather in Rome", "", "\x00", "\ud800"])
 CALL = {
@@ -101,23 +103,23 @@ ENDPOINTS = ["/v1/completions", "/v1/chat/completions"]
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 
 
-def answer(prompt: str) -> str:
-    """What `say` answers, also where a conversation has no user."""
+def scripted_answer(prompt: str) -> str:
+    """The answer of `talk.say`, also for conversations without user turn."""
     return say(prompt if "<user>" in prompt else f"<user>hello{prompt}")
 
 
-class Shared:
-    """An engine that all sequences use, and what runs the coroutines of their servers."""
+class SharedEngine:
+    """An engine for all sequences, and a runner for their servers' coroutines."""
 
     def __init__(self):
-        self.engine, self.script = scripted(answer)
+        self.engine, self.script = scripted(scripted_answer)
         self.models = Models([model_of(self.engine)])
         self.runner = asyncio.Runner()
         self.requests = 0
 
     def server(self, folder: str | None) -> tuple[Service, Any]:
-        """A server that stores little, so that sequences meet its limits."""
-        chosen = ServerSettings(
+        """A server with low limits, so that sequences reach them."""
+        server_settings = ServerSettings(
             state_dir=folder,
             formats=FORMATS,
             api_keys=KEYS,
@@ -127,7 +129,7 @@ class Shared:
             max_file_bytes=6_000,
             max_batches=3,
         )
-        service = Service(self.models, chosen)
+        service = Service(self.models, server_settings)
         app = make_app(service)
         self.runner.run(service.load_first())
         return service, app
@@ -136,17 +138,17 @@ class Shared:
 @pytest.fixture(scope="module")
 def shared():
     logging.getLogger("quire.access").disabled = True
-    found = Shared()
-    yield found
+    resources = SharedEngine()
+    yield resources
     logging.getLogger("quire.access").disabled = False
-    found.runner.close()
-    found.models.close()
+    resources.runner.close()
+    resources.models.close()
 
 
-class Sequences(RuleBasedStateMachine):
-    """Two keys that store things, and that name each other's."""
+class StoredObjectsMachine(RuleBasedStateMachine):
+    """Two API keys store objects and use each other's ids."""
 
-    shared: Shared
+    shared: SharedEngine
 
     def __init__(self):
         super().__init__()
@@ -155,7 +157,7 @@ class Sequences(RuleBasedStateMachine):
         self.ids: dict[tuple[str, str], list[str]] = {
             (key, kind): [] for key in KEYS for kind in KINDS
         }
-        self.chosen = 0
+        self.num_chosen_ids = 0
 
     def send(
         self,
@@ -166,7 +168,7 @@ class Sequences(RuleBasedStateMachine):
         raw: bytes | None = None,
         kind: str = "",
     ) -> Any:
-        """(status, the JSON of the answer or its bytes) of one request."""
+        """Send one request; return (status, JSON or bytes of the answer)."""
         data = json.dumps(body).encode() if raw is None else raw
         data = b"" if method != "POST" else data
         headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
@@ -179,22 +181,22 @@ class Sequences(RuleBasedStateMachine):
         self.shared.requests += 1
 
         async def run() -> tuple[int, bytes]:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 start, *pieces = [
                     message async for message in ReplicaConnection(call, b"").messages(self.app)
                 ]
                 assert isinstance(start, ResponseStart)
                 return start.status, b"".join(piece.data for piece in pieces)
 
-        status, found = self.shared.runner.run(run())
-        assert status < 500, (method, path, body, found[:300])
+        status, answer_data = self.shared.runner.run(run())
+        assert status < 500, (method, path, body, answer_data[:300])
         if status >= 400:
-            error = json.loads(found)
-            assert error.get("error", error)["message"], found[:300]
+            error = json.loads(answer_data)
+            assert error.get("error", error)["message"], answer_data[:300]
         try:
-            return status, json.loads(found)
+            return status, json.loads(answer_data)
         except ValueError:
-            return status, found
+            return status, answer_data
 
     def keep(self, key: str, kind: str, answer: tuple[int, Any]) -> None:
         if (
@@ -204,24 +206,24 @@ class Sequences(RuleBasedStateMachine):
         ):
             self.ids[key, kind].append(answer[1]["id"])
 
-    def some_id(self, data: st.DataObject, key: str, usual: str) -> tuple[str, bool]:
-        """An id for a request, and whether the key may have such a thing: mostly it is of the usual
-        kind.
-        """
-        is_usual = data.draw(st.integers(0, 3)) > 0
-        others = [(owner, kind) for owner in KEYS for kind in KINDS if self.ids[owner, kind]]
-        if is_usual and self.ids[key, usual]:
-            return data.draw(st.sampled_from(self.ids[key, usual])), True
-        if others and data.draw(st.booleans()):
-            owner, kind = data.draw(st.sampled_from(others))
+    def some_id(self, data: st.DataObject, key: str, expected_kind: str) -> tuple[str, bool]:
+        """An id for a request, mostly of the expected kind, and whether the key may use it."""
+        picks_expected_kind = data.draw(st.integers(0, 3)) > 0
+        existing = [(owner, kind) for owner in KEYS for kind in KINDS if self.ids[owner, kind]]
+        if picks_expected_kind and self.ids[key, expected_kind]:
+            return data.draw(st.sampled_from(self.ids[key, expected_kind])), True
+        if existing and data.draw(st.booleans()):
+            owner, kind = data.draw(st.sampled_from(existing))
             name = data.draw(st.sampled_from(self.ids[owner, kind]))
-            return name, (owner, kind) == (key, usual) or name in self.ids[key, usual]
+            return name, (owner, kind) == (key, expected_kind) or name in self.ids[
+                key, expected_kind
+            ]
         return data.draw(
             st.sampled_from(["none", "resp_", "conv_0", "file-0", "batch_0", "a%00b", "²"])
         ), False
 
     def page(self, data: st.DataObject, key: str, kind: str) -> str:
-        """The query of a list."""
+        """The query of a list request."""
         names = data.draw(
             st.lists(
                 st.sampled_from(["limit", "order", "after", "after_id", "before_id", "purpose"])
@@ -237,9 +239,9 @@ class Sequences(RuleBasedStateMachine):
         }
         return "?" + "&".join(f"{name}={value}" for name, value in values.items())
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS), given=INPUTS)
-    def respond(self, data, key, given):
-        body: dict[str, Any] = {} if given is None else {"input": given}
+    @rule(data=st.data(), key=st.sampled_from(KEYS), input_=INPUTS)
+    def respond(self, data, key, input_):
+        body: dict[str, Any] = {} if input_ is None else {"input": input_}
         foreign = False
         for name, kind in (("previous_response_id", "response"), ("conversation", "conversation")):
             if data.draw(st.integers(0, 2)) == 0:
@@ -249,14 +251,16 @@ class Sequences(RuleBasedStateMachine):
             if data.draw(st.integers(0, 3)) == 0:
                 body[name] = data.draw(st.booleans())
         if data.draw(st.integers(0, 3)) == 0:
-            self.chosen += 1
+            self.num_chosen_ids += 1
             body["request_id"] = data.draw(
-                st.sampled_from([f"x{self.chosen}", f"x{max(self.chosen - 1, 0)}", "x1"])
+                st.sampled_from(
+                    [f"x{self.num_chosen_ids}", f"x{max(self.num_chosen_ids - 1, 0)}", "x1"]
+                )
             )
         if data.draw(st.booleans()):
             body["tools"] = TOOLS
         answer = self.send(key, "POST", "/v1/responses", body | {"max_output_tokens": 8})
-        assert not foreign or answer[0] in FOREIGN, (body, answer)
+        assert not foreign or answer[0] in FOREIGN_ID_STATUSES, (body, answer)
         if isinstance(answer[1], bytes) and answer[0] == 200:
             events = [
                 json.loads(line[6:])
@@ -275,7 +279,7 @@ class Sequences(RuleBasedStateMachine):
     def count_or_compact(self, data, key, path):
         name, is_own = self.some_id(data, key, "response")
         status, _ = self.send(key, "POST", f"/v1/responses/{path}", {"previous_response_id": name})
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
 
     @rule(data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "GET", "DELETE"]),
           end=st.sampled_from(["", "", "/input_items", "?stream=true", "?stream=true&starting_after=²"]))  # fmt: skip
@@ -285,7 +289,7 @@ class Sequences(RuleBasedStateMachine):
             method = "GET"
             end = end + self.page(data, key, "item")
         status, body = self.send(key, method, f"/v1/responses/{name}{end}")
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
         for item in body.get("data", []) if isinstance(body, dict) and status == 200 else []:
             self.ids[key, "item"].append(item["id"])
 
@@ -293,7 +297,7 @@ class Sequences(RuleBasedStateMachine):
     def cancel_response(self, data, key):
         name, is_own = self.some_id(data, key, "response")
         status, _ = self.send(key, "POST", f"/v1/responses/{name}/cancel", raw=b"")
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
 
     @rule(
         key=st.sampled_from(KEYS),
@@ -311,7 +315,7 @@ class Sequences(RuleBasedStateMachine):
     def add_items(self, data, key, items):
         name, is_own = self.some_id(data, key, "conversation")
         status, body = self.send(key, "POST", f"/v1/conversations/{name}/items", {"items": items})
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
         self.ids[key, "item"] += [item["id"] for item in body.get("data", ())]
 
     @rule(
@@ -320,7 +324,7 @@ class Sequences(RuleBasedStateMachine):
     def use_conversation(self, data, key, method):
         name, is_own = self.some_id(data, key, "conversation")
         status, _ = self.send(key, method, f"/v1/conversations/{name}", {"metadata": {"c": "d"}})
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
 
     @rule(
         data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "DELETE", "LIST"])
@@ -333,7 +337,7 @@ class Sequences(RuleBasedStateMachine):
             self.ids[key, "item"] += [item["id"] for item in body["data"]] if status == 200 else []
         else:
             status, _ = self.send(key, method, f"{path}/{self.some_id(data, key, 'item')[0]}")
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
 
     @rule(
         data=st.data(),
@@ -347,13 +351,13 @@ class Sequences(RuleBasedStateMachine):
         )
         head = 'Content-Disposition: form-data; name="{}"\r\n\r\n{}'
         name = data.draw(st.sampled_from(['filename="a"', "filename*=\0''a", "filename=\xff", ""]))
-        parts = [head.format("purpose", "batch"), head.format(f'file"; {name}; x="', text)]
+        fields = [head.format("purpose", "batch"), head.format(f'file"; {name}; x="', text)]
         if expires is not None:
-            parts += [
+            fields += [
                 head.format("expires_after[anchor]", "created_at"),
                 head.format("expires_after[seconds]", expires),
             ]
-        body = "".join(f"--x\r\n{part}\r\n" for part in parts).encode() + b"--x--\r\n"
+        body = "".join(f"--x\r\n{field}\r\n" for field in fields).encode() + b"--x--\r\n"
         kind = "multipart/form-data; boundary=x"
         self.keep(key, "file", self.send(key, "POST", "/v1/files", raw=body, kind=kind))
 
@@ -362,7 +366,7 @@ class Sequences(RuleBasedStateMachine):
     def use_file(self, data, key, method, end):
         name, is_own = self.some_id(data, key, "file")
         status, _ = self.send(key, "GET" if end else method, f"/v1/files/{name}{end}")
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
 
     @rule(
         data=st.data(),
@@ -372,14 +376,14 @@ class Sequences(RuleBasedStateMachine):
     def list_all(self, data, key, path):
         kind = {"files": "file", "batches": "batch"}.get(path, "message_batch")
         status, body = self.send(key, "GET", f"/v1/{path}{self.page(data, key, kind)}")
-        other = KEYS[1 - KEYS.index(key)]
-        for one in body["data"] if status == 200 else ():
-            assert one["id"] not in self.ids[other, kind]
+        other_key = KEYS[1 - KEYS.index(key)]
+        for item in body["data"] if status == 200 else ():
+            assert item["id"] not in self.ids[other_key, kind]
             for name in ("output_file_id", "error_file_id"):
-                if one.get(name) is not None:
-                    self.ids[key, "file"].append(one[name])
-            if kind == "file" and one["id"] not in self.ids[key, "file"]:
-                self.ids[key, "file"].append(one["id"])
+                if item.get(name) is not None:
+                    self.ids[key, "file"].append(item[name])
+            if kind == "file" and item["id"] not in self.ids[key, "file"]:
+                self.ids[key, "file"].append(item["id"])
 
     @rule(
         data=st.data(),
@@ -391,7 +395,7 @@ class Sequences(RuleBasedStateMachine):
         answer = self.send(
             key, "POST", "/v1/batches", {"input_file_id": name, "endpoint": endpoint}
         )
-        assert is_own or answer[0] in FOREIGN
+        assert is_own or answer[0] in FOREIGN_ID_STATUSES
         self.keep(key, "batch", answer)
 
     @rule(
@@ -409,11 +413,14 @@ class Sequences(RuleBasedStateMachine):
         ),
     )
     def start_message_batch(self, key, params):
-        wanted = [{"custom_id": str(i), "params": one} for i, one in enumerate(params)]
+        requests = [
+            {"custom_id": str(i), "params": request_params}
+            for i, request_params in enumerate(params)
+        ]
         self.keep(
             key,
             "message_batch",
-            self.send(key, "POST", "/v1/messages/batches", {"requests": wanted}),
+            self.send(key, "POST", "/v1/messages/batches", {"requests": requests}),
         )
 
     @rule(data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["batches", "messages/batches"]),
@@ -422,15 +429,15 @@ class Sequences(RuleBasedStateMachine):
         name, is_own = self.some_id(data, key, "batch" if path == "batches" else "message_batch")
         method = {"/cancel": "POST", "DELETE": "DELETE"}.get(end, "GET")
         if path == "batches" and end in ("/results", "DELETE"):
-            return  # there are no such paths
+            return  # these paths do not exist
         status, _ = self.send(
             key, method, f"/v1/{path}/{name}{end.removeprefix('DELETE')}", raw=b""
         )
-        assert is_own or status in FOREIGN
+        assert is_own or status in FOREIGN_ID_STATUSES
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.03]))
     def wait(self, seconds):
-        """Batches and answers in the background go on."""
+        """Let batches and background responses progress."""
         self.shared.runner.run(asyncio.sleep(seconds))
 
     @precondition(lambda self: self.shared.script.step_seconds == 0.0)
@@ -444,7 +451,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def fail_once(self):
-        """A failed step is a 500 to those whose step it was, so only the background may meet it."""
+        """A failed step is a 500 for its requests, so only background responses may run then."""
         for key in KEYS:
             self.shared.script.fail_next = 1
             body = {"input": "hello", "background": True, "max_output_tokens": 8}
@@ -454,25 +461,25 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        """Another server finds what was stored; what was under way in batches goes on."""
+        """A new server finds the stored objects; running batches continue."""
         paths = [f"/v1/{kind}?limit=100" for kind in ("files", "batches", "messages/batches")]
         self.shared.runner.run(self.end())
-        before = [self.send(key, "GET", path)[1]["data"] for key in KEYS for path in paths]
-        used = self.service.storage.usage("response", "conversation")
+        lists_before = [self.send(key, "GET", path)[1]["data"] for key in KEYS for path in paths]
+        usage = self.service.storage.usage("response", "conversation")
         self.stop()
         self.service, self.app = self.shared.server(self.folder.name)
-        after = [self.send(key, "GET", path)[1]["data"] for key in KEYS for path in paths]
-        for old, new in zip(before, after, strict=True):
-            assert {one["id"] for one in old} <= {one["id"] for one in new}
-        assert self.service.storage.usage("response", "conversation").entries == used.entries
+        lists_after = [self.send(key, "GET", path)[1]["data"] for key in KEYS for path in paths]
+        for items_before, items_after in zip(lists_before, lists_after, strict=True):
+            assert {item["id"] for item in items_before} <= {item["id"] for item in items_after}
+        assert self.service.storage.usage("response", "conversation").entries == usage.entries
 
     def stop(self) -> None:
         self.service.pool.shutdown()
         self.service.storage.close()
 
     async def settle(self) -> None:
-        """Nothing is computed any more."""
-        async with asyncio.timeout(SECONDS):
+        """Wait until nothing is computed."""
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             while self.shared.engine.requests or self.service.open:
                 await asyncio.sleep(0.002)
 
@@ -490,9 +497,9 @@ class Sequences(RuleBasedStateMachine):
 
 
 @pytest.mark.random
-def test_sequences_of_requests(shared):
-    Sequences.shared = shared
-    chosen = settings(
+def test_random_sequences_of_stored_object_requests(shared):
+    StoredObjectsMachine.shared = shared
+    hypothesis_settings = settings(
         max_examples=cases(300, least=4),
         stateful_step_count=40,
         derandomize=True,
@@ -501,5 +508,5 @@ def test_sequences_of_requests(shared):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(Sequences, settings=chosen)
+    run_state_machine_as_test(StoredObjectsMachine, settings=hypothesis_settings)
     print(f"\n{shared.requests} requests")

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: models of their own names, which come and go while requests run."""
+"""LoRA adapters over HTTP: adapters are models, loaded and unloaded while requests run."""
 
 import json
 import shutil
@@ -48,21 +48,21 @@ def engine(folders):
 
 
 @pytest.fixture(scope="module")
-def wanted(folders, engine):
-    """What Python gets for each adapter."""
+def expected_texts(folders, engine):
+    """The text of the Python API for each adapter."""
     llm = LLM(engine=engine)
     params = SamplingParams(temperature=0, max_tokens=8)
-    found = {None: llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text}
+    texts = {None: llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text}
     for number in range(4):
         request = LoRARequest("x", 1, str(folders / "allowed" / f"a{number}"))
         output = llm.generate(PROMPT, params, use_tqdm=False, lora_request=request)
-        found[number] = output[0].outputs[0].text
-    assert len(set(found.values())) == 5
-    return found
+        texts[number] = output[0].outputs[0].text
+    assert len(set(texts.values())) == 5
+    return texts
 
 
 @pytest.fixture(scope="module")
-def server(folders, engine, wanted):
+def server(folders, engine, expected_texts):
     model = model_of(engine, "base")
     model.adapters["first"] = LoRARequest("first", 1, str(folders / "allowed" / "a0"))
     with served(model, admin=True, lora_dir=str(folders / "allowed")) as state:
@@ -70,7 +70,7 @@ def server(folders, engine, wanted):
         yield state
 
 
-def ask(state, path: str, body: dict | None = None) -> tuple[int, str]:
+def send_request(state, path: str, body: dict | None = None) -> tuple[int, str]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(state.url + path, data, {"Content-Type": "application/json"})
     try:
@@ -80,7 +80,7 @@ def ask(state, path: str, body: dict | None = None) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def said(state, model: str) -> str:
+def completion_text(state, model: str) -> str:
     answer = state.client.completions.create(
         model=model, prompt=PROMPT, temperature=0, max_tokens=8
     )
@@ -89,9 +89,9 @@ def said(state, model: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_name_is_a_model(server, wanted):
-    """In /v1/models with its parent, in both protocols that write, streamed or not, and in
-    answers.
+def test_adapter_names_are_models(server, expected_texts):
+    """Listed with their parent in /v1/models, and used in chat, completions and embeddings,
+    streamed or not.
     """
     cards = {card.id: card for card in server.client.models.list().data}
     assert (
@@ -100,17 +100,20 @@ def test_a_name_is_a_model(server, wanted):
         and cards["first"].root == "first"
     )
     assert server.client.models.retrieve("first").id == "first"
-    assert (said(server, "base"), said(server, "first")) == (wanted[None], wanted[0])
+    assert (completion_text(server, "base"), completion_text(server, "first")) == (
+        expected_texts[None],
+        expected_texts[0],
+    )
     chat = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 8}
-    whole = server.client.chat.completions.create(model="first", **chat)
+    response = server.client.chat.completions.create(model="first", **chat)
     streamed = list(server.client.chat.completions.create(model="first", stream=True, **chat))
     assert (
-        "".join(part.choices[0].delta.content or "" for part in streamed)
-        == whole.choices[0].message.content
+        "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+        == response.choices[0].message.content
     )
-    assert {part.model for part in streamed} == {whole.model} == {"first"}
-    plain = server.client.chat.completions.create(model="base", **chat)
-    assert plain.choices[0].message.content != whole.choices[0].message.content
+    assert {chunk.model for chunk in streamed} == {response.model} == {"first"}
+    base_response = server.client.chat.completions.create(model="base", **chat)
+    assert base_response.choices[0].message.content != response.choices[0].message.content
     vectors = [
         server.client.embeddings.create(model=name, input="x").data[0].embedding
         for name in ("base", "first")
@@ -118,75 +121,75 @@ def test_a_name_is_a_model(server, wanted):
     assert vectors[0] != vectors[1]
 
 
-def test_a_grammar_bounds_an_adapter(server):
-    asked = {
+def test_adapter_with_structured_outputs(server):
+    request_fields = {
         "prompt": PROMPT,
         "max_tokens": 20,
         "extra_body": {"structured_outputs": {"regex": "[0-9]{4}"}},
     }
     for name in ("base", "first"):
-        text = server.client.completions.create(model=name, **asked).choices[0].text
+        text = server.client.completions.create(model=name, **request_fields).choices[0].text
         assert len(text) == 4 and text.isdigit()
 
 
-def test_load_and_unload(server, wanted):
-    """The second one goes while its request runs: that one ends as it would have, and the next is a
-    404.
-    """
-    status, text = ask(server, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": "a1"})
+def test_adapter_unloaded_during_a_request(server, expected_texts):
+    """The running request finishes with the adapter; the next request is a 404."""
+    status, text = send_request(
+        server, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": "a1"}
+    )
     assert (status, text) == (200, "Success: LoRA adapter 'second' added successfully.")
-    assert said(server, "second") == wanted[1]
-    long = {"model": "second", "prompt": PROMPT, "temperature": 0, "max_tokens": 200}
-    long["extra_body"] = {"ignore_eos": True}
-    whole = server.client.completions.create(**long).choices[0].text
-    stream = server.client.completions.create(stream=True, **long)
-    parts = [next(stream).choices[0].text]
-    assert ask(server, "/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 200
+    assert completion_text(server, "second") == expected_texts[1]
+    long_request = {"model": "second", "prompt": PROMPT, "temperature": 0, "max_tokens": 200}
+    long_request["extra_body"] = {"ignore_eos": True}
+    expected_text = server.client.completions.create(**long_request).choices[0].text
+    stream = server.client.completions.create(stream=True, **long_request)
+    chunk_texts = [next(stream).choices[0].text]
+    assert send_request(server, "/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 200
     with pytest.raises(openai.NotFoundError, match="there is no 'second'"):
-        said(server, "second")
-    parts += [part.choices[0].text for part in stream]
-    assert "".join(parts) == whole
+        completion_text(server, "second")
+    chunk_texts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(chunk_texts) == expected_text
     assert "second" not in {card.id for card in server.client.models.list().data}
-    assert ask(server, "/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 404
+    assert send_request(server, "/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 404
 
 
-def test_more_adapters_than_slots_at_once(server, wanted):
-    """Every client gets its own adapter's answer, and nothing is compiled."""
+def test_more_adapters_than_slots(server, expected_texts):
+    """Concurrent clients get their own adapters' texts, without recompilation."""
     for number in range(4):
         body = {"lora_name": f"many-{number}", "lora_path": f"a{number}"}
-        assert ask(server, "/v1/load_lora_adapter", body)[0] == 200
-    found: dict[int, list[str]] = {number: [] for number in range(4)}
+        assert send_request(server, "/v1/load_lora_adapter", body)[0] == 200
+    texts: dict[int, list[str]] = {number: [] for number in range(4)}
 
-    def client(number: int) -> None:
+    def request_adapter(number: int) -> None:
         for _ in range(4):
-            found[number].append(said(server, f"many-{number}"))
+            texts[number].append(completion_text(server, f"many-{number}"))
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=request_adapter, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {number: [wanted[number]] * 4 for number in range(4)}
-    metrics = ask(server, "/metrics")[1]
+    assert texts == {number: [expected_texts[number]] * 4 for number in range(4)}
+    metrics = send_request(server, "/metrics")[1]
     assert 'quire:recompiles_total{model_name="base"} 0.0' in metrics
 
 
-def test_an_adapter_is_replaced_in_place(server, folders, wanted):
+def test_load_inplace_replaces_an_adapter(server, folders, expected_texts):
     shutil.copytree(folders / "allowed" / "a2", folders / "allowed" / "changing")
     body = {"lora_name": "changing", "lora_path": "changing"}
-    assert ask(server, "/v1/load_lora_adapter", body)[0] == 200
-    assert said(server, "changing") == wanted[2]
-    status, text = ask(server, "/v1/load_lora_adapter", body)
+    assert send_request(server, "/v1/load_lora_adapter", body)[0] == 200
+    assert completion_text(server, "changing") == expected_texts[2]
+    status, text = send_request(server, "/v1/load_lora_adapter", body)
     assert status == 400 and "is served already" in text
     shutil.copytree(
         folders / "allowed" / "a3", folders / "allowed" / "changing", dirs_exist_ok=True
     )
-    assert ask(server, "/v1/load_lora_adapter", body | {"load_inplace": True})[0] == 200
-    assert said(server, "changing") == wanted[3]
+    assert send_request(server, "/v1/load_lora_adapter", body | {"load_inplace": True})[0] == 200
+    assert completion_text(server, "changing") == expected_texts[3]
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "status", "message"),
     [
         ({"lora_name": "x", "lora_path": "../outside"}, 400, "must be a folder below --lora-dir"),
         ({"lora_name": "x", "lora_path": "link"}, 400, "must be a folder below --lora-dir"),
@@ -202,29 +205,30 @@ def test_an_adapter_is_replaced_in_place(server, folders, wanted):
         ([], 400, "body"),
     ],
 )
-def test_what_is_not_loaded(server, folders, body, status, says):
-    found, text = ask(server, "/v1/load_lora_adapter", body)
-    assert found == status and says in text and str(folders) not in text
+def test_invalid_load_requests_are_rejected(server, folders, body, status, message):
+    actual_status, text = send_request(server, "/v1/load_lora_adapter", body)
+    assert actual_status == status and message in text and str(folders) not in text
 
 
-def test_names_in_requests_are_never_paths(server, folders):
+def test_adapter_names_are_not_paths(server, folders):
     for name in ("../outside", str(folders / "outside"), "allowed/a1", "a1", "link"):
         with pytest.raises(openai.NotFoundError):
-            said(server, name)
+            completion_text(server, name)
 
 
-def test_an_adapter_that_is_gone_from_the_disk_says_nothing_of_it(server, folders, wanted):
+def test_error_of_deleted_adapter_hides_its_path(server, folders, expected_texts):
     shutil.copytree(folders / "allowed" / "a2", folders / "allowed" / "gone")
     assert (
-        ask(server, "/v1/load_lora_adapter", {"lora_name": "gone", "lora_path": "gone"})[0] == 200
+        send_request(server, "/v1/load_lora_adapter", {"lora_name": "gone", "lora_path": "gone"})[0]
+        == 200
     )
     shutil.rmtree(folders / "allowed" / "gone")
     with pytest.raises(openai.InternalServerError, match="adapter gone cannot be read") as error:
-        said(server, "gone")
+        completion_text(server, "gone")
     assert error.value.status_code == 503 and str(folders) not in str(error.value)
 
 
-def test_a_server_without_a_folder_loads_none_at_run_time(engine, folders):
+def test_loading_adapters_needs_lora_dir(engine, folders):
     from quire.serving.http.endpoints.adapters import resolve_adapter_folder
     from quire.serving.http.errors import HttpError
     from quire.serving.http.models import Models
@@ -237,17 +241,17 @@ def test_a_server_without_a_folder_loads_none_at_run_time(engine, folders):
     assert error.value.status == 403
 
 
-def test_the_command_line(folders):
+def test_lora_modules_option(folders):
     assert adapters_of(["a=/x", "b=y=z"], [("m",)], True) == {"a": "/x", "b": "y=z"}
-    for given, called, enabled, why in (
+    for flags, model_names, is_enabled, message_pattern in (
         (["a"], [("m",)], True, "it must be NAME=PATH"),
         (["a=x", "a=y"], [("m",)], True, "names 'a'"),
         (["m=x"], [("m",)], True, "names 'm'"),
         (["a=x"], [("m",)], False, "needs --enable-lora"),
         (["a=x"], [("m",), ("n",)], True, "needs a single MODEL"),
     ):
-        with pytest.raises(o.UsageError, match=why):
-            adapters_of(given, called, enabled)
+        with pytest.raises(o.UsageError, match=message_pattern):
+            adapters_of(flags, model_names, is_enabled)
     model = entry(str(folders / "base"), ("base",), OPTIONS, {"a": str(folders / "nowhere")})
     with pytest.raises(ModelError, match="no adapter that can be read"):
         model.make()

@@ -1,4 +1,6 @@
-"""`use_beam_search` over HTTP: what a search in Python finds, and what has no place beside it."""
+"""`use_beam_search` over HTTP: beams equal to the Python API, and fields that it does not
+support.
+"""
 
 import threading
 import time
@@ -17,14 +19,12 @@ PROMPTS = ["Once upon a time", "One day"]
 
 @pytest.fixture(scope="module")
 def server():
-    """The bundled model; `found` is what a search in Python finds for each prompt, by its length
-    penalty.
-    """
+    """The bundled model; `expected_beams` has the Python API's beams for each length penalty."""
     engine = make_engine(
         make_options(None, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
     )
     tokens = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
-    found = {
+    expected_beams = {
         penalty: search(
             engine, tokens, BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=penalty)
         )
@@ -32,17 +32,17 @@ def server():
     }
     with served(model_of(engine)) as state:
         state.engine = engine
-        state.found = found
+        state.expected_beams = expected_beams
         yield state
 
 
-def ask(server, path: str, **asked):
+def post_beam_search(server, path: str, **fields):
     return requests.post(
-        f"{server.url}{path}", json={"use_beam_search": True, **asked}, timeout=300
+        f"{server.url}{path}", json={"use_beam_search": True, **fields}, timeout=300
     )
 
 
-def idle(server) -> None:
+def wait_until_idle(server) -> None:
     until = time.monotonic() + 60
     while server.engine.busy and time.monotonic() < until:
         time.sleep(0.01)
@@ -50,11 +50,17 @@ def idle(server) -> None:
 
 
 @pytest.mark.parametrize("penalty", [1.0, -2.0])
-def test_a_search_over_http_finds_what_one_in_python_finds(server, penalty):
-    more = {} if penalty == 1.0 else {"length_penalty": penalty}
-    asked = {"prompt": PROMPTS, "n": 3, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-    body = ask(server, "/v1/completions", **asked, **more).json()
-    beams = [beam for output in server.found[penalty] for beam in output.sequences]
+def test_beams_over_http_equal_python_beam_search(server, penalty):
+    penalty_fields = {} if penalty == 1.0 else {"length_penalty": penalty}
+    request = {
+        "prompt": PROMPTS,
+        "n": 3,
+        "max_tokens": 8,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    body = post_beam_search(server, "/v1/completions", **request, **penalty_fields).json()
+    beams = [beam for output in server.expected_beams[penalty] for beam in output.sequences]
     assert [choice["token_ids"] for choice in body["choices"]] == [
         list(beam.tokens) for beam in beams
     ]
@@ -63,48 +69,53 @@ def test_a_search_over_http_finds_what_one_in_python_finds(server, penalty):
         beam.finish_reason for beam in beams
     ]
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
-    prompts = sum(len(output.prompt_token_ids) for output in server.found[penalty])
-    assert body["usage"]["prompt_tokens"] == prompts
+    num_prompt_tokens = sum(
+        len(output.prompt_token_ids) for output in server.expected_beams[penalty]
+    )
+    assert body["usage"]["prompt_tokens"] == num_prompt_tokens
     assert body["usage"]["completion_tokens"] == sum(len(beam.tokens) for beam in beams)
-    idle(server)
+    wait_until_idle(server)
 
 
-def test_a_chat_is_searched_too(server):
+def test_beam_search_of_chat_and_batch(server):
     messages = [{"role": "user", "content": "Sort: 31 4 15"}]
-    one = ask(server, "/v1/chat/completions", messages=messages, n=2, max_tokens=12).json()
-    texts = [choice["message"]["content"] for choice in one["choices"]]
+    body = post_beam_search(
+        server, "/v1/chat/completions", messages=messages, n=2, max_tokens=12
+    ).json()
+    texts = [choice["message"]["content"] for choice in body["choices"]]
     assert len(set(texts)) == 2 and all(texts)
     assert "<|end|>" not in "".join(texts)
-    batch = ask(
+    batch = post_beam_search(
         server, "/v1/chat/completions/batch", messages=[messages] * 2, n=2, max_tokens=12
     ).json()
     assert [choice["message"]["content"] for choice in batch["choices"]] == texts * 2
-    idle(server)
+    wait_until_idle(server)
 
 
-def test_two_searches_at_a_time_and_others(server):
-    found: list = [None] * 6
+def test_concurrent_beam_searches_and_other_requests(server):
+    texts: list = [None] * 6
 
-    def run(place: int) -> None:
-        beams = {"use_beam_search": True, "n": 3} if place % 2 else {"use_beam_search": False}
-        asked = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, **beams}
-        found[place] = [
-            choice["text"] for choice in ask(server, "/v1/completions", **asked).json()["choices"]
+    def run(index: int) -> None:
+        beams = {"use_beam_search": True, "n": 3} if index % 2 else {"use_beam_search": False}
+        request = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, **beams}
+        texts[index] = [
+            choice["text"]
+            for choice in post_beam_search(server, "/v1/completions", **request).json()["choices"]
         ]
 
-    threads = [threading.Thread(target=run, args=[place]) for place in range(6)]
+    threads = [threading.Thread(target=run, args=[index]) for index in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] == found[2] == found[4] and found[1] == found[3] == found[5]
-    assert found[1] == [beam.text for beam in server.found[1.0][0].sequences]
+    assert texts[0] == texts[2] == texts[4] and texts[1] == texts[3] == texts[5]
+    assert texts[1] == [beam.text for beam in server.expected_beams[1.0][0].sequences]
     assert server.engine.runner.compiles.recompiles == 0
-    idle(server)
+    wait_until_idle(server)
 
 
 @pytest.mark.parametrize(
-    ("asked", "param", "says"),
+    ("fields", "param", "message"),
     [
         ({"stream": True}, "use_beam_search", "cannot be streamed"),
         ({"n": 11}, "n", "must be an integer from 1 to 10 (with use_beam_search), got 11"),
@@ -120,15 +131,15 @@ def test_two_searches_at_a_time_and_others(server):
         ({"use_beam_search": 1}, "use_beam_search", "must be true or false"),
     ],
 )
-def test_what_has_no_place_is_refused(server, asked, param, says):
-    answer = ask(server, "/v1/completions", prompt="Once", **asked)
+def test_fields_unsupported_with_beam_search_are_rejected(server, fields, param, message):
+    answer = post_beam_search(server, "/v1/completions", prompt="Once", **fields)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param and says in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == param and message in answer.json()["error"]["message"]
 
 
-def test_tools_are_refused(server):
+def test_tools_are_rejected_with_beam_search(server):
     tools = [{"type": "function", "function": {"name": "f"}}]
-    answer = ask(
+    answer = post_beam_search(
         server, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], tools=tools
     )
     assert (
@@ -137,13 +148,15 @@ def test_tools_are_refused(server):
     )
 
 
-def test_a_search_ends_with_its_time_and_with_its_client(server):
-    long = {"prompt": PROMPTS[0], "n": 10, "max_tokens": 200, "ignore_eos": True}
-    late = ask(server, "/v1/completions", **long, timeout=0.05)
-    assert late.status_code == 408 and late.json()["error"]["param"] == "timeout"
-    idle(server)
+def test_beam_search_ends_on_timeout_and_disconnection(server):
+    long_request = {"prompt": PROMPTS[0], "n": 10, "max_tokens": 200, "ignore_eos": True}
+    timed_out = post_beam_search(server, "/v1/completions", **long_request, timeout=0.05)
+    assert timed_out.status_code == 408 and timed_out.json()["error"]["param"] == "timeout"
+    wait_until_idle(server)
     with pytest.raises(requests.Timeout):
         requests.post(
-            f"{server.url}/v1/completions", json={"use_beam_search": True, **long}, timeout=0.2
+            f"{server.url}/v1/completions",
+            json={"use_beam_search": True, **long_request},
+            timeout=0.2,
         )
-    idle(server)
+    wait_until_idle(server)

@@ -1,4 +1,4 @@
-"""Ollama's own Python client, as it is, against a server over a socket."""
+"""Ollama's unmodified Python client against a server on a socket."""
 
 import asyncio
 import http.client
@@ -22,7 +22,7 @@ from quire.tests.support.talk import (
     scripted_server,
 )
 
-JSON = {"Content-Type": "application/json"}
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class Person(BaseModel):
@@ -42,7 +42,7 @@ def weather(city: str) -> str:
 
 @pytest.fixture(scope="module")
 def server():
-    """Its model follows a script."""
+    """A server whose model follows a script."""
     with scripted_server(FORMATS) as state:
         yield state
 
@@ -61,107 +61,121 @@ def client(server):
 
 
 @pytest.fixture
-def quill(bundled):
+def bundled_client(bundled):
     with Client(host=bundled.url) as client:
         yield client
     frees_all(bundled)
 
 
-def user(text: str) -> list[dict[str, Any]]:
+def user_messages(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def post(server, path: str, body: Any, method: str = "POST") -> tuple[int, Any, bytes]:
+def send_request(server, path: str, body: Any, method: str = "POST") -> tuple[int, Any, bytes]:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
     try:
-        connection.request(method, path, None if body is None else json.dumps(body), JSON)
+        connection.request(method, path, None if body is None else json.dumps(body), JSON_HEADERS)
         response = connection.getresponse()
         return response.status, response.headers, response.read()
     finally:
         connection.close()
 
 
-def openai(server, path: str, **fields: Any) -> dict[str, Any]:
-    status, _, raw = post(server, path, {"model": "quill", **fields})
+def post_ok(server, path: str, **fields: Any) -> dict[str, Any]:
+    status, _, raw = send_request(server, path, {"model": "quill", **fields})
     assert status == 200, raw
     return json.loads(raw)
 
 
-def whole(parts: Any) -> tuple[str, str, list[Any], Any]:
-    """The text, the thoughts and the calls of a stream, and its last part."""
-    parts = list(parts)
-    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
-    messages = [part.message if hasattr(part, "message") else part for part in parts]
+def join_stream(stream: Any) -> tuple[str, str, list[Any], Any]:
+    """Text, thinking and tool calls of a stream, and its last chunk."""
+    stream = list(stream)
+    assert [chunk.done for chunk in stream] == [False] * (len(stream) - 1) + [True]
+    messages = [chunk.message if hasattr(chunk, "message") else chunk for chunk in stream]
     text = "".join(
-        (getattr(one, "content", None) or getattr(one, "response", None) or "") for one in messages
+        (getattr(message, "content", None) or getattr(message, "response", None) or "")
+        for message in messages
     )
-    calls = [call for one in messages for call in getattr(one, "tool_calls", None) or ()]
-    return text, "".join(one.thinking or "" for one in messages), calls, parts[-1]
+    calls = [call for message in messages for call in getattr(message, "tool_calls", None) or ()]
+    return text, "".join(message.thinking or "" for message in messages), calls, stream[-1]
 
 
-def test_chat_and_what_it_took(client):
-    found = client.chat("quill", user("hello"))
-    assert (found.message.role, found.message.content, found.model) == (
+def test_chat_with_durations_and_counts(client):
+    response = client.chat("quill", user_messages("hello"))
+    assert (response.message.role, response.message.content, response.model) == (
         "assistant",
         said("hello"),
         "quill",
     )
-    assert (found.done, found.done_reason) == (True, "stop") and found.created_at.endswith("Z")
-    assert found.prompt_eval_count > 0 and found.eval_count > 5
-    parts = found.load_duration + found.prompt_eval_duration + found.eval_duration
-    assert found.eval_duration > 0 and found.prompt_eval_duration > 0
-    assert abs(found.total_duration - parts) < 10  # each is rounded
-    assert client.chat("quill", user("hello"), options={"num_predict": 3}).done_reason == "length"
+    assert (response.done, response.done_reason) == (True, "stop") and response.created_at.endswith(
+        "Z"
+    )
+    assert response.prompt_eval_count > 0 and response.eval_count > 5
+    sum_of_durations = (
+        response.load_duration + response.prompt_eval_duration + response.eval_duration
+    )
+    assert response.eval_duration > 0 and response.prompt_eval_duration > 0
+    assert abs(response.total_duration - sum_of_durations) < 10  # each duration is rounded
     assert (
-        client.chat("quill", user("hello"), options={"stop": ["hello"]}).message.content
+        client.chat("quill", user_messages("hello"), options={"num_predict": 3}).done_reason
+        == "length"
+    )
+    assert (
+        client.chat("quill", user_messages("hello"), options={"stop": ["hello"]}).message.content
         == "You said: "
     )
-    system = [{"role": "system", "content": "Be kind."}, *user("hello")]
-    assert client.chat("quill", system).prompt_eval_count > found.prompt_eval_count
+    system = [{"role": "system", "content": "Be kind."}, *user_messages("hello")]
+    assert client.chat("quill", system).prompt_eval_count > response.prompt_eval_count
 
 
-def test_chat_in_pieces(client, server):
-    text, _, _, last = whole(client.chat("quill", user("hello"), stream=True))
+def test_chat_streamed(client, server):
+    text, _, _, last = join_stream(client.chat("quill", user_messages("hello"), stream=True))
     assert text == said("hello") and last.done_reason == "stop" and last.eval_count > 5
-    # Streaming is what is done where nothing is said of it.
-    status, headers, raw = post(server, "/api/chat", {"model": "quill", "messages": user("hello")})
+    # Streaming is the default.
+    status, headers, raw = send_request(
+        server, "/api/chat", {"model": "quill", "messages": user_messages("hello")}
+    )
     assert (status, headers["Content-Type"]) == (200, "application/x-ndjson")
     lines = [json.loads(line) for line in raw.decode().splitlines()]
     assert "".join(line["message"]["content"] for line in lines) == said("hello") and len(lines) > 3
     assert lines[-1]["done"] and isinstance(lines[-1]["total_duration"], int)
 
 
-def test_generate(client):
-    found = client.generate("quill", "hello", system="Be kind.")
+def test_generate_with_context(client):
+    response = client.generate("quill", "hello", system="Be kind.")
     assert (
-        found.response == said("hello") and found.done_reason == "stop" and len(found.context) > 5
+        response.response == said("hello")
+        and response.done_reason == "stop"
+        and len(response.context) > 5
     )
-    text, _, _, last = whole(client.generate("quill", "hello", system="Be kind.", stream=True))
-    assert text == said("hello") and last.context == found.context
+    text, _, _, last = join_stream(
+        client.generate("quill", "hello", system="Be kind.", stream=True)
+    )
+    assert text == said("hello") and last.context == response.context
     assert client.generate("quill", "<user>hello", raw=True).context is None
-    assert found.context[: found.prompt_eval_count + found.eval_count] == found.context
+    assert response.context[: response.prompt_eval_count + response.eval_count] == response.context
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_tools(client, streams):
-    """The client makes the tool of a function; arguments are objects; results go back without
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_tool_loop(client, is_streaming):
+    """The client builds the tool from a function; arguments are objects, and results have no call
     ids.
     """
-    messages = user("think of the weather in Rome and in Paris")
-    answer = client.chat("quill", messages, tools=[weather], think=True, stream=streams)
-    if streams:
-        text, thought, calls, last = whole(answer)
+    messages = user_messages("think of the weather in Rome and in Paris")
+    answer = client.chat("quill", messages, tools=[weather], think=True, stream=is_streaming)
+    if is_streaming:
+        text, thinking, calls, last = join_stream(answer)
     else:
         message = answer.message
         last = answer
         text = message.content
-        thought = message.thinking
+        thinking = message.thinking
         calls = message.tool_calls
-    assert (text.strip(), thought.strip(), last.done_reason) == ("I look.", "I must look.", "stop")
+    assert (text.strip(), thinking.strip(), last.done_reason) == ("I look.", "I must look.", "stop")
     assert [call.function.name for call in calls] == ["weather"] * 2
     assert [call.function.arguments for call in calls] == [{"city": "Rome"}, {"city": "Paris"}]
     messages.append(
-        {"role": "assistant", "content": text, "thinking": thought, "tool_calls": calls}
+        {"role": "assistant", "content": text, "thinking": thinking, "tool_calls": calls}
     )
     for call in calls:
         messages.append(
@@ -174,36 +188,36 @@ def test_tools(client, streams):
 
 
 def test_thinking(client):
-    found = client.chat("quill", user("think"), think=True)
+    response = client.chat("quill", user_messages("think"), think=True)
     assert (
-        found.message.thinking.strip() == "I must look."
-        and found.message.content.strip() == said("think")
+        response.message.thinking.strip() == "I must look."
+        and response.message.content.strip() == said("think")
     )
     assert client.generate("quill", "think", think="high").thinking.strip() == "I must look."
-    _, thought, _, _ = whole(client.generate("quill", "think", think=True, stream=True))
-    assert thought.strip() == "I must look."
+    _, thinking, _, _ = join_stream(client.generate("quill", "think", think=True, stream=True))
+    assert thinking.strip() == "I must look."
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_schema_of_pydantic(quill, streams):
-    """As its documentation has it; the model is sure of the answer."""
-    answer = quill.chat(
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_format_with_pydantic_schema(bundled_client, is_streaming):
+    """As in Ollama's documentation; the model is certain of the answer."""
+    answer = bundled_client.chat(
         "quill",
-        user(PERSON),
+        user_messages(PERSON),
         format=Person.model_json_schema(),
         options={"temperature": 0},
-        stream=streams,
+        stream=is_streaming,
     )
-    text = whole(answer)[0] if streams else answer.message.content
+    text = join_stream(answer)[0] if is_streaming else answer.message.content
     assert Person.model_validate_json(text).model_dump() == FOUND
-    loose = quill.generate("quill", PERSON, format="json", options={"temperature": 0})
-    assert isinstance(json.loads(loose.response), dict)
+    json_response = bundled_client.generate(
+        "quill", PERSON, format="json", options={"temperature": 0}
+    )
+    assert isinstance(json.loads(json_response.response), dict)
 
 
-def test_the_same_bits_as_openai(quill, bundled):
-    """The same sampling gives the same tokens with the same log-probabilities, at once and in
-    pieces.
-    """
+def test_logprobs_are_bit_identical_to_openai_endpoint(bundled_client, bundled):
+    """The same sampling options give the same tokens and logprobs, streamed or not."""
     for options, fields in (
         ({"temperature": 0}, {"temperature": 0}),
         (
@@ -231,8 +245,8 @@ def test_the_same_bits_as_openai(quill, bundled):
             },
         ),
     ):
-        messages = user("Tell a story.")
-        theirs = openai(
+        messages = user_messages("Tell a story.")
+        openai_choice = post_ok(
             bundled,
             "/v1/chat/completions",
             messages=messages,
@@ -240,132 +254,158 @@ def test_the_same_bits_as_openai(quill, bundled):
             top_logprobs=3,
             **fields,
         )["choices"][0]
-        wanted = theirs["logprobs"]["content"]
-        ours = quill.chat("quill", messages, options=options, logprobs=True, top_logprobs=3)
-        assert ours.message.content == theirs["message"]["content"]
-        assert [(one.token, one.logprob) for one in ours.logprobs] == [
-            (one["token"], one["logprob"]) for one in wanted
+        expected_logprobs = openai_choice["logprobs"]["content"]
+        response = bundled_client.chat(
+            "quill", messages, options=options, logprobs=True, top_logprobs=3
+        )
+        assert response.message.content == openai_choice["message"]["content"]
+        assert [(entry.token, entry.logprob) for entry in response.logprobs] == [
+            (entry["token"], entry["logprob"]) for entry in expected_logprobs
         ]
-        assert [one.token for one in ours.logprobs[0].top_logprobs] == [
-            one["token"] for one in wanted[0]["top_logprobs"]
+        assert [entry.token for entry in response.logprobs[0].top_logprobs] == [
+            entry["token"] for entry in expected_logprobs[0]["top_logprobs"]
         ]
-        parts = list(quill.chat("quill", messages, options=options, logprobs=True, stream=True))
-        assert "".join(part.message.content for part in parts) == theirs["message"]["content"]
-        assert [one.logprob for part in parts for one in part.logprobs or ()] == [
-            one["logprob"] for one in wanted
+        chunks = list(
+            bundled_client.chat("quill", messages, options=options, logprobs=True, stream=True)
+        )
+        assert (
+            "".join(chunk.message.content for chunk in chunks)
+            == openai_choice["message"]["content"]
+        )
+        assert [entry.logprob for chunk in chunks for entry in chunk.logprobs or ()] == [
+            entry["logprob"] for entry in expected_logprobs
         ]
         assert (
-            quill.generate("quill", "Tell a story.", options=options).response
-            == theirs["message"]["content"]
+            bundled_client.generate("quill", "Tell a story.", options=options).response
+            == openai_choice["message"]["content"]
         )
 
 
-def test_raw_is_a_completion(quill, bundled):
-    text = openai(bundled, "/v1/completions", prompt="Once upon", temperature=0, max_tokens=20)[
+def test_raw_generate_equals_completion(bundled_client, bundled):
+    text = post_ok(bundled, "/v1/completions", prompt="Once upon", temperature=0, max_tokens=20)[
         "choices"
     ][0]["text"]
     assert (
-        quill.generate(
+        bundled_client.generate(
             "quill", "Once upon", raw=True, options={"temperature": 0, "num_predict": 20}
         ).response
         == text
     )
 
 
-def test_context_goes_on(quill, bundled):
-    """The tokens of the turn before, and then the new turn: what a conversation of both has."""
-    first = quill.generate("quill", SORT, options={"temperature": 0})
-    assert first.response == SORTED
-    talk = [*user(SORT), {"role": "assistant", "content": SORTED}, *user("Sort: 5 2")]
-    whole_talk = quill.chat("quill", talk, options={"temperature": 0})
-    second = quill.generate("quill", "Sort: 5 2", context=first.context, options={"temperature": 0})
-    assert (second.response, second.prompt_eval_count) == (
-        whole_talk.message.content,
-        whole_talk.prompt_eval_count,
+def test_generate_context_continues_conversation(bundled_client, bundled):
+    """The context has the tokens of the previous turn, as in a chat of both turns."""
+    first_response = bundled_client.generate("quill", SORT, options={"temperature": 0})
+    assert first_response.response == SORTED
+    conversation = [
+        *user_messages(SORT),
+        {"role": "assistant", "content": SORTED},
+        *user_messages("Sort: 5 2"),
+    ]
+    chat_response = bundled_client.chat("quill", conversation, options={"temperature": 0})
+    second_response = bundled_client.generate(
+        "quill", "Sort: 5 2", context=first_response.context, options={"temperature": 0}
+    )
+    assert (second_response.response, second_response.prompt_eval_count) == (
+        chat_response.message.content,
+        chat_response.prompt_eval_count,
     )
 
 
-def test_embeddings_are_those_of_openai(quill, bundled):
+def test_embeddings_equal_openai_endpoint(bundled_client, bundled):
     texts = ["one small step", "a long walk"]
-    wanted = [one["embedding"] for one in openai(bundled, "/v1/embeddings", input=texts)["data"]]
-    found = quill.embed("quill", texts)
-    assert [list(one) for one in found.embeddings] == wanted and found.prompt_eval_count > 3
-    assert list(quill.embed("quill", texts[0]).embeddings[0]) == wanted[0]
-    assert list(quill.embeddings("quill", texts[0]).embedding) == wanted[0]
-    assert quill.embed("quill", []).embeddings == []
-    assert quill.embeddings("quill", "").embedding == []
-    long = "word " * 5000
-    assert len(quill.embed("quill", long).embeddings) == 1  # its end is left out
+    expected = [
+        embedding["embedding"]
+        for embedding in post_ok(bundled, "/v1/embeddings", input=texts)["data"]
+    ]
+    response = bundled_client.embed("quill", texts)
+    assert [
+        list(embedding) for embedding in response.embeddings
+    ] == expected and response.prompt_eval_count > 3
+    assert list(bundled_client.embed("quill", texts[0]).embeddings[0]) == expected[0]
+    assert list(bundled_client.embeddings("quill", texts[0]).embedding) == expected[0]
+    assert bundled_client.embed("quill", []).embeddings == []
+    assert bundled_client.embeddings("quill", "").embedding == []
+    long_text = "word " * 5000
+    assert len(bundled_client.embed("quill", long_text).embeddings) == 1  # truncated at the end
     with pytest.raises(ResponseError) as caught:
-        quill.embed("quill", long, truncate=False)
+        bundled_client.embed("quill", long_text, truncate=False)
     assert caught.value.status_code == 400 and caught.value.error.startswith("input[0]: ")
 
 
-def test_lists_and_versions(quill, bundled):
-    assert [model.model for model in quill.list().models] == ["quill:latest"]
-    (model,) = quill.list().models
+def test_list_ps_show_and_version(bundled_client, bundled):
+    assert [model.model for model in bundled_client.list().models] == ["quill:latest"]
+    (model,) = bundled_client.list().models
     assert (
         model.size > 1000
         and len(model.digest) == 64
         and model.details.parameter_size
         and model.modified_at
     )
-    (loaded,) = quill.ps().models
+    (loaded,) = bundled_client.ps().models
     assert (
         loaded.name == "quill:latest"
         and loaded.context_length > 100
         and loaded.size_vram == model.size
     )
-    shown = quill.show("quill:latest")
-    family = shown.modelinfo["general.architecture"]
-    assert shown.modelinfo[f"{family}.context_length"] == loaded.context_length
+    model_info = bundled_client.show("quill:latest")
+    family = model_info.modelinfo["general.architecture"]
+    assert model_info.modelinfo[f"{family}.context_length"] == loaded.context_length
     assert (
-        "completion" in shown.capabilities
-        and "thinking" not in shown.capabilities
-        and shown.template
+        "completion" in model_info.capabilities
+        and "thinking" not in model_info.capabilities
+        and model_info.template
     )
     assert tuple(
-        map(int, json.loads(post(bundled, "/api/version", None, "GET")[2])["version"].split("."))
+        map(
+            int,
+            json.loads(send_request(bundled, "/api/version", None, "GET")[2])["version"].split("."),
+        )
     ) >= (0, 6, 4)
     for method in ("HEAD", "GET"):
-        assert post(bundled, "/", None, method)[0] == 200
+        assert send_request(bundled, "/", None, method)[0] == 200
 
 
-def test_older_clients_ask_by_name(server):
+def test_show_and_pull_accept_name_field(server):
     for path in ("/api/show", "/api/pull"):
         for body in (
             {"name": "quill"},
             {"model": "", "name": "quill"},
             {"model": "quill", "name": ""},
         ):
-            assert post(server, path, body)[0] == 200, (path, body)
+            assert send_request(server, path, body)[0] == 200, (path, body)
 
 
-def test_names(client):
+def test_model_names_with_tags(client):
     for name in ("quill", "quill:latest", "other-name"):
-        assert client.chat(name, user("hello")).model == name
+        assert client.chat(name, user_messages("hello")).model == name
     with pytest.raises(
         ResponseError, match="model 'llama3' not found; this server has quill"
     ) as caught:
-        client.chat("llama3", user("hello"))
+        client.chat("llama3", user_messages("hello"))
     assert caught.value.status_code == 404
     with pytest.raises(ResponseError) as caught:
         client.embed("quill:7b", "hello")
     assert caught.value.status_code == 404
 
 
-def test_nothing_asked_loads(client):
-    for found in (client.generate("quill"), client.chat("quill", [], keep_alive="5m")):
-        assert (found.done, found.done_reason) == (True, "load")
-    assert [part.done_reason for part in client.generate("quill", stream=True)] == ["load"]
+def test_empty_request_loads_the_model(client):
+    for response in (
+        client.generate("quill"),
+        client.chat("quill", [], keep_alive="5m"),
+    ):
+        assert (response.done, response.done_reason) == (True, "load")
+    assert [chunk.done_reason for chunk in client.generate("quill", stream=True)] == ["load"]
     with pytest.raises(ResponseError, match="keep_alive: .*--admin") as caught:
         client.generate("quill", keep_alive=0)
     assert caught.value.status_code == 403
-    assert client.chat("quill", user("hello"), keep_alive=0).message.content == said("hello")
+    assert client.chat("quill", user_messages("hello"), keep_alive=0).message.content == said(
+        "hello"
+    )
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "named"),
+    ("path", "fields", "field"),
     [
         ("/api/chat", {"colour": 1}, "colour"),
         (
@@ -422,21 +462,21 @@ def test_nothing_asked_loads(client):
         ("/api/pull", {"colour": 1}, "colour"),
     ],
 )
-def test_wrong_requests_are_refused_by_name(server, path, fields, named):
+def test_invalid_request_error_names_field(server, path, fields, field):
     base = (
-        {"messages": user("hello")}
+        {"messages": user_messages("hello")}
         if path == "/api/chat"
         else {"prompt": "x"}
         if "generate" in path
         else {}
     )
-    status, _, raw = post(server, path, {"model": "quill", **base, **fields})
+    status, _, raw = send_request(server, path, {"model": "quill", **base, **fields})
     body = json.loads(raw)
-    assert status == 400 and list(body) == ["error"] and body["error"].startswith(named), body
+    assert status == 400 and list(body) == ["error"] and body["error"].startswith(field), body
     frees_all(server)
 
 
-def test_options_that_ask_for_nothing(client):
+def test_options_without_effect_are_accepted(client):
     options = {
         "num_ctx": 4096,
         "num_gpu": 1,
@@ -450,24 +490,30 @@ def test_options_that_ask_for_nothing(client):
         "seed": -1,
         "penalize_newline": False,
     }
-    assert client.chat("quill", user("hello"), options=options).message.content == said("hello")
+    assert client.chat("quill", user_messages("hello"), options=options).message.content == said(
+        "hello"
+    )
     penalties = {"repeat_last_n": 0, "repeat_penalty": 1.5}
-    assert client.chat("quill", user("hello"), options=penalties).message.content == said("hello")
+    assert client.chat("quill", user_messages("hello"), options=penalties).message.content == said(
+        "hello"
+    )
 
 
-def test_thoughts_of_a_model_that_has_none(quill):
+def test_think_is_rejected_for_models_without_reasoning(bundled_client):
     with pytest.raises(ResponseError, match="think: is not understood") as caught:
-        quill.chat("quill", user("hello"), think=True)
+        bundled_client.chat("quill", user_messages("hello"), think=True)
     assert caught.value.status_code == 400
     assert (
-        quill.chat("quill", user(SORT), think=False, options={"temperature": 0}).message.content
+        bundled_client.chat(
+            "quill", user_messages(SORT), think=False, options={"temperature": 0}
+        ).message.content
         == SORTED
     )
 
 
-def test_what_a_client_cannot_do(client, server):
+def test_model_management_is_rejected(client, server):
     assert client.pull("quill").status == "success"
-    assert [part.status for part in client.pull("quill", stream=True)] == ["success"]
+    assert [chunk.status for chunk in client.pull("quill", stream=True)] == ["success"]
     for status, call in (
         (403, lambda: client.pull("llama3")),
         (403, lambda: client.delete("quill")),
@@ -482,41 +528,41 @@ def test_what_a_client_cannot_do(client, server):
             and "quire" in caught.value.error
             or "hf upload" in caught.value.error
         )
-    assert post(server, "/api/blobs/sha256:00", None, "HEAD")[0] == 404
-    assert json.loads(post(server, "/api/nothing", {})[2]) == {
+    assert send_request(server, "/api/blobs/sha256:00", None, "HEAD")[0] == 404
+    assert json.loads(send_request(server, "/api/nothing", {})[2]) == {
         "error": "POST /api/nothing: Not Found"
     }
 
 
-def test_the_oldest_turns_make_room(client):
-    """As Ollama does it; with `truncate` false the request is refused."""
-    talk = [
-        one
+def test_long_chat_drops_oldest_turns(client):
+    """As in Ollama; with `truncate` false the request is rejected."""
+    conversation = [
+        turn
         for _ in range(30)
-        for one in (*user("word " * 20), {"role": "assistant", "content": "yes"})
+        for turn in (*user_messages("word " * 20), {"role": "assistant", "content": "yes"})
     ]
-    talk += user("hello")
-    assert client.chat("quill", talk).message.content == said("hello")
+    conversation += user_messages("hello")
+    assert client.chat("quill", conversation).message.content == said("hello")
     with pytest.raises(ResponseError) as caught:
         client._request(
             ollama.ChatResponse, "POST", "/api/chat",
-            json={"model": "quill", "messages": talk, "truncate": False, "stream": False},
+            json={"model": "quill", "messages": conversation, "truncate": False, "stream": False},
         )  # fmt: skip
     assert caught.value.status_code == 400
 
 
-def test_several_at_once(server):
+def test_concurrent_async_requests(server):
     async def run() -> list[str]:
-        async def one(client: AsyncClient, text: str) -> str:
+        async def stream_answer(client: AsyncClient, text: str) -> str:
             return "".join(
                 [
-                    part.message.content
-                    async for part in await client.chat("quill", user(text), stream=True)
+                    chunk.message.content
+                    async for chunk in await client.chat("quill", user_messages(text), stream=True)
                 ]
             )
 
         async with AsyncClient(host=server.url) as client:
-            return await asyncio.gather(*[one(client, f"hello {i}") for i in range(8)])
+            return await asyncio.gather(*[stream_answer(client, f"hello {i}") for i in range(8)])
 
     assert asyncio.run(run()) == [said(f"hello {i}") for i in range(8)]
     frees_all(server)

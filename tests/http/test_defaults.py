@@ -1,5 +1,5 @@
-"""A model's own sampling parameters hold where a request says nothing, in every protocol;
-/v1/models shows them.
+"""A model's default sampling parameters apply to fields that a request omits, in every protocol;
+/v1/models lists them.
 """
 
 import json
@@ -18,12 +18,12 @@ DEFAULTS = {
     "repetition_penalty": 1.5,
     "max_tokens": 5,
 }
-TALK = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
 BODIES = {
     "/v1/completions": {"prompt": "Once"},
-    "/v1/chat/completions": {"messages": TALK},
+    "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/responses": {"input": "Hi"},
-    "/v1/messages": {"messages": TALK, "max_tokens": 3},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 3},
 }
 
 
@@ -39,35 +39,37 @@ def server():
         state.params = []
         add = engine.add
 
-        def note(name, tokens, params, *rest, **more):
+        def record_params(name, tokens, params, *arguments, **keyword_arguments):
             state.params.append(params)
-            return add(name, tokens, params, *rest, **more)
+            return add(name, tokens, params, *arguments, **keyword_arguments)
 
-        engine.add = note
+        engine.add = record_params
         yield state
 
 
-def ask(server, method: str, path: str, body=None):
+def send_request(server, method: str, path: str, body=None):
     connection = HTTPConnection(urlsplit(server.url).netloc, timeout=300)
     connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
-    found = json.loads(response.read())
+    response_body = json.loads(response.read())
     connection.close()
-    assert response.status == 200, found
-    return found
+    assert response.status == 200, response_body
+    return response_body
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_a_request_leaves_out(server, path):
+def test_defaults_apply_to_absent_fields(server, path):
     body = BODIES[path]
-    given = {name: body[name] for name in DEFAULTS if name in body}
-    answer = ask(server, "POST", path, body | {"top_k": None})
-    assert {name: getattr(server.params[-1], name) for name in DEFAULTS} == DEFAULTS | given
+    fields = {name: body[name] for name in DEFAULTS if name in body}
+    answer = send_request(server, "POST", path, body | {"top_k": None})
+    assert {name: getattr(server.params[-1], name) for name in DEFAULTS} == DEFAULTS | fields
     if path == "/v1/responses":
         assert (answer["temperature"], answer["top_p"]) == (0.25, 0.5)
-    ask(server, "POST", path, body | {"temperature": 0.75, "top_k": 0, "min_p": 0})
-    own = {"temperature": 0.75, "top_k": 0, "min_p": 0}
-    assert {name: getattr(server.params[-1], name) for name in DEFAULTS} == DEFAULTS | given | own
+    send_request(server, "POST", path, body | {"temperature": 0.75, "top_k": 0, "min_p": 0})
+    request_params = {"temperature": 0.75, "top_k": 0, "min_p": 0}
+    assert {
+        name: getattr(server.params[-1], name) for name in DEFAULTS
+    } == DEFAULTS | fields | request_params
 
 
 @pytest.mark.parametrize(
@@ -78,25 +80,25 @@ def test_what_a_request_leaves_out(server, path):
         ("/v1/messages", "max_tokens"),
     ],
 )  # fmt: skip
-def test_more_tokens_than_the_default(server, path, field):
-    ask(server, "POST", path, BODIES[path] | {field: 8})
+def test_request_may_exceed_default_max_tokens(server, path, field):
+    send_request(server, "POST", path, BODIES[path] | {field: 8})
     assert server.params[-1].max_tokens == 8
 
 
 @pytest.mark.parametrize(
-    ("path", "field"), [("/api/chat", {"messages": TALK}), ("/api/generate", {"prompt": "Hi"})]
+    ("path", "field"), [("/api/chat", {"messages": MESSAGES}), ("/api/generate", {"prompt": "Hi"})]
 )
 def test_ollama_requests_use_the_chat_defaults(server, path, field):
     body = {"model": "quill", "stream": False} | field
-    ask(server, "POST", path, body)
+    send_request(server, "POST", path, body)
     assert {name: getattr(server.params[-1], name) for name in CHAT_DEFAULTS} == CHAT_DEFAULTS
-    ask(server, "POST", path, body | {"options": {"temperature": 1.5, "top_k": 0}})
-    found = {name: getattr(server.params[-1], name) for name in CHAT_DEFAULTS}
-    assert found == CHAT_DEFAULTS | {"temperature": 1.5, "top_k": 0}
-    shown = ask(server, "POST", "/api/show", {"model": "quill"})["parameters"]
-    assert shown == "temperature 0.8\ntop_p 0.95\ntop_k 40\nmax_tokens 5"
+    send_request(server, "POST", path, body | {"options": {"temperature": 1.5, "top_k": 0}})
+    params = {name: getattr(server.params[-1], name) for name in CHAT_DEFAULTS}
+    assert params == CHAT_DEFAULTS | {"temperature": 1.5, "top_k": 0}
+    parameters_text = send_request(server, "POST", "/api/show", {"model": "quill"})["parameters"]
+    assert parameters_text == "temperature 0.8\ntop_p 0.95\ntop_k 40\nmax_tokens 5"
 
 
-def test_the_card_shows_them(server):
-    (card,) = ask(server, "GET", "/v1/models")["data"]
+def test_model_card_shows_defaults(server):
+    (card,) = send_request(server, "GET", "/v1/models")["data"]
     assert card["default_sampling_params"] == DEFAULTS

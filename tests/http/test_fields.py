@@ -1,6 +1,4 @@
-"""What OpenAI's two older endpoints have in common: which fields there are, and what the common
-ones say.
-"""
+"""Fields that the completion endpoints of OpenAI's protocol have in common."""
 
 import json
 from typing import Any
@@ -18,7 +16,7 @@ from quire.serving.protocol.fields import ABSENT, LABELS, sampling_fields
 from quire.tests.support.answers import replace_random_value
 from quire.tests.support.cases import cases
 
-VALUES: dict[str, Any] = {  # a value for each sampling field, as JSON has it
+SAMPLING_VALUES: dict[str, Any] = {  # a JSON value for each sampling field
     "n": 3,
     "presence_penalty": 0.5,
     "frequency_penalty": -1,
@@ -47,67 +45,81 @@ MODULES = [chats, completions]
 BASE = {chats: {"messages": [{"role": "user", "content": "Hi"}]}, completions: {"prompt": "Once"}}
 
 
-def chat(**fields):
+def parse_chat(**fields):
     return chats.parse(BASE[chats] | fields)
 
 
-def completion(**fields):
+def parse_completion(**fields):
     return completions.parse(BASE[completions] | fields)
 
 
-def refused(parse, **fields) -> str:
+def rejection_message(parse, **fields) -> str:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-both = pytest.mark.parametrize("parse", [chat, completion])
-modules = pytest.mark.parametrize(("parse", "module"), [(chat, chats), (completion, completions)])
+both_endpoints = pytest.mark.parametrize("parse", [parse_chat, parse_completion])
+both_modules = pytest.mark.parametrize(
+    ("parse", "module"), [(parse_chat, chats), (parse_completion, completions)]
+)
 
 
-@both
+@both_endpoints
 def test_every_sampling_field_is_applied(parse):
-    assert set(VALUES) == set(sampling_fields("chat"))
-    # without it there is no place for `logprob_token_ids`
-    told = {"logprobs": True if parse is chat else 0}
-    expected = SamplingParams(**VALUES, logprobs=0)
-    assert parse(**VALUES, **told).params == expected
-    for name, value in VALUES.items():
-        assert getattr(parse(**told, **{name: value}).params, name) == getattr(expected, name)
-    assert refused(parse, logprob_token_ids=[5]).startswith("logprob_token_ids: needs logprobs")
+    assert set(SAMPLING_VALUES) == set(sampling_fields("chat"))
+    # `logprob_token_ids` needs `logprobs`
+    logprobs_field = {"logprobs": True if parse is parse_chat else 0}
+    expected = SamplingParams(**SAMPLING_VALUES, logprobs=0)
+    assert parse(**SAMPLING_VALUES, **logprobs_field).params == expected
+    for name, value in SAMPLING_VALUES.items():
+        assert getattr(parse(**logprobs_field, **{name: value}).params, name) == getattr(
+            expected, name
+        )
+    assert rejection_message(parse, logprob_token_ids=[5]).startswith(
+        "logprob_token_ids: needs logprobs"
+    )
     assert parse(logprob_token_ids=[]).params.logprob_token_ids == ()
 
 
-def neutral(module: Any) -> dict[str, Any]:
+def neutral_fields(module: Any) -> dict[str, Any]:
     return getattr(module, "NEUTRAL", {})
 
 
-@modules
-def test_null_is_as_if_not_given(parse, module):
-    assert parse(**dict.fromkeys({*module.FIELDS, *neutral(module)} - set(BASE[module]))) == parse()
+@both_modules
+def test_null_fields_equal_absent_fields(parse, module):
+    assert (
+        parse(**dict.fromkeys({*module.FIELDS, *neutral_fields(module)} - set(BASE[module])))
+        == parse()
+    )
 
 
-@both
+@both_endpoints
 def test_labels_have_no_effect(parse):
     assert parse(**{name: {"any": ["thing"]} for name in LABELS}) == parse()
 
 
-@modules
-def test_what_is_not_implemented_is_refused_by_name(parse, module):
-    for name, nothing in neutral(module).items():
-        assert parse(**{name: nothing}) == parse()
-        assert refused(parse, **{name: "x"}).startswith(f"{name}: {ABSENT}; got 'x'")
-    assert refused(parse, temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
-    assert refused(parse, n_predict=1) == "n_predict: unknown field; here it is 'max_tokens'"
-    assert refused(parse, grammar="x").startswith(
+@both_modules
+def test_unimplemented_fields_are_rejected_by_name(parse, module):
+    for name, neutral_value in neutral_fields(module).items():
+        assert parse(**{name: neutral_value}) == parse()
+        assert rejection_message(parse, **{name: "x"}).startswith(f"{name}: {ABSENT}; got 'x'")
+    assert (
+        rejection_message(parse, temprature=1)
+        == "temprature: unknown field; did you mean 'temperature'?"
+    )
+    assert (
+        rejection_message(parse, n_predict=1) == "n_predict: unknown field; here it is 'max_tokens'"
+    )
+    assert rejection_message(parse, grammar="x").startswith(
         "grammar: unknown field; a request brings it: structured_outputs"
     )
     for name in ("guided_tree", "prompt_embeds", "image"):
-        assert refused(parse, **{name: {}}).startswith(f"{name}: unknown field")
+        assert rejection_message(parse, **{name: {}}).startswith(f"{name}: unknown field")
 
 
-@both
+@both_endpoints
 @pytest.mark.parametrize(
     ("old", "form"),
     [
@@ -121,39 +133,43 @@ def test_what_is_not_implemented_is_refused_by_name(parse, module):
         ({"guided_regex": None, "guided_decoding_backend": "guidance"}, None),
     ],
 )  # fmt: skip
-def test_the_old_names_of_forms(parse, old, form):
+def test_guided_fields_are_aliases_of_structured_outputs(parse, old, form):
     assert (
         parse(**{"guided_decoding_backend": "auto"} | old).params
         == parse(structured_outputs=form).params
     )
 
 
-@both
-def test_old_names_of_forms_that_contradict(parse):
-    why = "guided_regex: is the old name of structured_outputs.regex, and they differ; leave it out"
-    assert refused(parse, guided_regex="a", structured_outputs={"regex": "b"}) == why
-    assert "must have exactly one of" in refused(parse, guided_regex="a", guided_choice=["a"])
-    assert refused(parse, guided_regex="a", structured_outputs=5).startswith(
+@both_endpoints
+def test_contradicting_guided_fields_are_rejected(parse):
+    message = (
+        "guided_regex: is the old name of structured_outputs.regex, and they differ; leave it out"
+    )
+    assert rejection_message(parse, guided_regex="a", structured_outputs={"regex": "b"}) == message
+    assert "must have exactly one of" in rejection_message(
+        parse, guided_regex="a", guided_choice=["a"]
+    )
+    assert rejection_message(parse, guided_regex="a", structured_outputs=5).startswith(
         "structured_outputs: must be an object"
     )
-    assert "and structured_outputs say the same" in refused(
+    assert "and structured_outputs say the same" in rejection_message(
         parse, guided_regex="a", response_format={"type": "json_object"}
     )
 
 
-@both
-def test_wrong_values_are_refused_by_name(parse):
-    assert refused(parse, temperature=-1).startswith("temperature: ")
-    assert refused(parse, stop=["a", ""]).startswith("stop[1]: ")
-    assert refused(parse, logit_bias={"x": 1}).startswith("logit_bias: ")
-    assert refused(parse, model=5) == "model: must be a string, got 5"
+@both_endpoints
+def test_invalid_values_are_rejected_by_name(parse):
+    assert rejection_message(parse, temperature=-1).startswith("temperature: ")
+    assert rejection_message(parse, stop=["a", ""]).startswith("stop[1]: ")
+    assert rejection_message(parse, logit_bias={"x": 1}).startswith("logit_bias: ")
+    assert rejection_message(parse, model=5) == "model: must be a string, got 5"
     for body in (None, [], "x", 5):
         with pytest.raises(RequestError, match="body: must be a JSON object"):
-            (chats if parse is chat else completions).parse(body)
+            (chats if parse is parse_chat else completions).parse(body)
 
 
-@both
-def test_how_an_answer_is_sent(parse):
+@both_endpoints
+def test_delivery_options(parse):
     assert (
         parse().delivery
         == parse(stream=False, stream_options=None, return_token_ids=False).delivery
@@ -213,40 +229,52 @@ def test_how_an_answer_is_sent(parse):
         ),
     ],
 )
-@both
-def test_wrong_delivery_and_terms(parse, fields, message):
-    assert refused(parse, **fields).startswith(message)
+@both_endpoints
+def test_invalid_delivery_and_request_options_are_rejected(parse, fields, message):
+    assert rejection_message(parse, **fields).startswith(message)
 
 
-@both
+@both_endpoints
 def test_terms_and_truncation(parse):
     assert parse().terms == Terms()
-    given = parse(priority=-3, cache_salt="mine", timeout=1.5, truncate_prompt_tokens=7)
-    assert given.terms == Terms(priority=-3, cache_salt="mine", timeout=1.5)
-    assert given.truncate_prompt_tokens == 7
+    request = parse(priority=-3, cache_salt="mine", timeout=1.5, truncate_prompt_tokens=7)
+    assert request.terms == Terms(priority=-3, cache_salt="mine", timeout=1.5)
+    assert request.truncate_prompt_tokens == 7
     assert parse(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
     assert parse().truncate_prompt_tokens is None
     for side in ("left", "right"):
         assert parse(truncate_prompt_tokens=7, truncation_side=side).truncation_side == side
-    assert given.truncation_side == "left"
+    assert request.truncation_side == "left"
 
 
-@both
+@both_endpoints
 def test_response_format(parse):
-    def structure(**fields):
+    def structured_outputs_for(**fields):
         return parse(**fields).params.structured_outputs
 
-    assert structure() is None and structure(response_format={"type": "text"}) is None
-    assert structure(response_format={"type": "json_object"}) == {"json_object": True}
+    assert (
+        structured_outputs_for() is None
+        and structured_outputs_for(response_format={"type": "text"}) is None
+    )
+    assert structured_outputs_for(response_format={"type": "json_object"}) == {"json_object": True}
     tag = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
-    found = structure(response_format={"type": "structural_tag", **tag})
-    assert found == SamplingParams(structured_outputs={"structural_tag": tag}).structured_outputs
-    named = {"name": "place", "description": "Where?", "schema": SCHEMA, "strict": True}
-    found = structure(response_format={"type": "json_schema", "json_schema": named})
-    assert json.loads(found["json"]) == SCHEMA
-    assert structure(structured_outputs={"choice": ["a", "b"]}) == {"choice": ("a", "b")}
+    structured_outputs = structured_outputs_for(response_format={"type": "structural_tag", **tag})
+    assert (
+        structured_outputs
+        == SamplingParams(structured_outputs={"structural_tag": tag}).structured_outputs
+    )
+    json_schema = {"name": "place", "description": "Where?", "schema": SCHEMA, "strict": True}
+    structured_outputs = structured_outputs_for(
+        response_format={"type": "json_schema", "json_schema": json_schema}
+    )
+    assert json.loads(structured_outputs["json"]) == SCHEMA
+    assert structured_outputs_for(structured_outputs={"choice": ["a", "b"]}) == {
+        "choice": ("a", "b")
+    }
     text = {"type": "text"}
-    assert structure(response_format=text, structured_outputs={"regex": "a"}) == {"regex": "a"}
+    assert structured_outputs_for(response_format=text, structured_outputs={"regex": "a"}) == {
+        "regex": "a"
+    }
 
 
 @pytest.mark.parametrize(
@@ -280,25 +308,30 @@ def test_response_format(parse):
         ),
     ],
 )
-@both
-def test_wrong_response_formats(parse, form, message):
-    assert refused(parse, response_format=form).startswith(message)
+@both_endpoints
+def test_invalid_response_formats_are_rejected(parse, form, message):
+    assert rejection_message(parse, response_format=form).startswith(message)
 
 
-@both
-def test_a_form_is_asked_for_once(parse):
-    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}):
-        told = refused(parse, response_format=form, structured_outputs={"regex": "a"})
-        assert told.startswith("response_format: and structured_outputs say the same")
+@both_endpoints
+def test_response_format_excludes_structured_outputs(parse):
+    for response_format in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"schema": {}}},
+    ):
+        message = rejection_message(
+            parse, response_format=response_format, structured_outputs={"regex": "a"}
+        )
+        assert message.startswith("response_format: and structured_outputs say the same")
 
 
 @settings(max_examples=cases(400))
 @given(st.data())
-def test_no_body_raises_anything_else(data):
-    """One place of a good body replaced by anything."""
+def test_mutated_bodies_raise_only_request_errors(data):
+    """One value of a valid body is replaced by arbitrary data."""
     function = {"name": "f", "description": "d", "parameters": SCHEMA}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    chatty = {
+    chat_fields = {
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "a"}]},
             {"role": "user", "content": "b", "name": "Ann"},
@@ -312,19 +345,23 @@ def test_no_body_raises_anything_else(data):
         "top_logprobs": 2,
     }
     module = data.draw(st.sampled_from(MODULES))
-    own = (
-        chatty
+    endpoint_fields = (
+        chat_fields
         if module is chats
         else {"prompt": ["a", [1, 2]], "logprobs": 2, "echo": True, "best_of": 4}
     )
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     values = {
         name: value
-        for name, value in VALUES.items()
+        for name, value in SAMPLING_VALUES.items()
         if name not in ("structured_outputs", "prompt_logprobs")
     }
     body = json.loads(
-        json.dumps(values | own | {"response_format": form, "stream": False, "timeout": 3})
+        json.dumps(
+            values
+            | endpoint_fields
+            | {"response_format": response_format, "stream": False, "timeout": 3}
+        )
     )
     module.parse(body)
     replace_random_value(data, body)

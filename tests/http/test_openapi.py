@@ -1,6 +1,4 @@
-"""The OpenAPI document beside what the server does: its paths, and for Ollama's bodies each
-field.
-"""
+"""The OpenAPI document against the server: Ollama's paths, and each field of its request bodies."""
 
 import math
 from typing import Any
@@ -102,18 +100,18 @@ TOOLS = (
     5,
     {},
     {"type": "function"},
-    *({"function": one} for one in FUNCTIONS),
+    *({"function": function} for function in FUNCTIONS),
     *({"type": kind, "function": {"name": "f"}} for kind in (None, "function", "custom", 5)),
     {"function": {"name": "f"}, "colour": 1},
     {"type": "custom", "custom": {"name": "f"}},
 )
 
 
-def takes(schema: dict[str, Any], value: Any) -> bool:
+def schema_accepts(schema: dict[str, Any], value: Any) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(value)
 
 
-def checks(rule: Any, value: Any) -> bool:
+def rule_accepts(rule: Any, value: Any) -> bool:
     try:
         rule.check("field", value)
     except RequestError as error:
@@ -122,7 +120,7 @@ def checks(rule: Any, value: Any) -> bool:
     return True
 
 
-def test_every_path_of_ollama_stands_there():
+def test_every_ollama_path_is_documented():
     paths = openapi.document(ServerSettings(version="1"))["paths"]
     for method, path in ollama.ROUTES:
         operation = paths[path][method.lower()]
@@ -130,7 +128,7 @@ def test_every_path_of_ollama_stands_there():
         for status, answer in operation["responses"].items():
             if status != "200" and method != "HEAD":
                 error = answer["content"]["application/json"]["schema"]
-                assert takes(error, {"error": "x"}) and not takes(
+                assert schema_accepts(error, {"error": "x"}) and not schema_accepts(
                     error, {"error": {"message": "x", "type": "y"}}
                 )
         kinds = list(operation["responses"].get("200", {}).get("content", {}))
@@ -143,20 +141,23 @@ def test_every_path_of_ollama_stands_there():
 
 
 @pytest.mark.parametrize("path", [*OLLAMA, "options", "messages[]"])
-def test_a_field_is_described_as_it_is_checked(path):
+def test_ollama_field_schemas_match_their_checks(path):
     rules = {"options": OPTIONS, "messages[]": MESSAGE}.get(path) or OLLAMA[path]
     for name, rule in rules.items():
         for value in VALUES:
-            # read later
+            # items are checked later
             items = (
                 isinstance(value, list) and value and name in ("messages", "tools", "tool_calls")
             )
             if not items:
-                assert checks(rule, value) == takes(rule.schema, value), (name, value)
+                assert rule_accepts(rule, value) == schema_accepts(rule.schema, value), (
+                    name,
+                    value,
+                )
 
 
 @pytest.mark.parametrize(("field", "values"), [("messages", MESSAGES), ("tools", TOOLS)])
-def test_what_stands_in_lists_is_described_as_it_is_checked(field, values):
+def test_ollama_list_item_schemas_match_their_checks(field, values):
     for value in values:
         body = {"model": "quill", field: [value]}
         try:
@@ -165,4 +166,4 @@ def test_what_stands_in_lists_is_described_as_it_is_checked(field, values):
         except RequestError as error:
             assert error.param.startswith(f"{field}[0]"), error
             accepted = False
-        assert accepted == takes(body_schema("/api/chat"), body), value
+        assert accepted == schema_accepts(body_schema("/api/chat"), body), value

@@ -16,17 +16,17 @@ from quire.tests.support.browser import CHROMIUM, FLAGS, Tab, needs_chromium, un
 from quire.tests.support.cases import cases
 from quire.tests.support.page_server import PAGE, STORY, StandIn, said, serving, token, words
 
-EVIL = (
+HOSTILE_HTML = (
     '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><b '
     "onclick='x'>&amp; **bold**"
 )
-PITCH = 22  # pixels from cell to cell where there are few
+CELL_PITCH = 22  # pixels between cells in a map of few cells
 
 pytestmark = needs_chromium
 expect.set_options(timeout=60_000)
 
 
-def frame(
+def live_frame(
     cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes: Any
 ) -> dict[str, Any]:
     """An event of /live."""
@@ -58,9 +58,9 @@ def frame(
     }
 
 
-def run(number: int, **changes: Any) -> dict[str, Any]:
-    """A running request of such an event."""
-    own = {
+def running_request(number: int, **changes: Any) -> dict[str, Any]:
+    """A running request, as /live events describe it."""
+    request = {
         "number": number,
         "id": f"chatcmpl-{number}",
         "prompt": 120,
@@ -68,7 +68,7 @@ def run(number: int, **changes: Any) -> dict[str, Any]:
         "computed": 120,
         "tokens": 45,
     }
-    return own | {"state": "writing"} | changes
+    return request | {"state": "writing"} | changes
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def stand_in() -> StandIn:
-    return StandIn(frame=frame([0] * 60))
+    return StandIn(frame=live_frame([0] * 60))
 
 
 @pytest.fixture
 def url(stand_in: StandIn) -> Iterator[str]:
-    """Where the server is."""
+    """The URL of the stand-in server."""
     with serving(stand_in) as url:
         yield url
 
@@ -100,25 +100,25 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def tab(context: BrowserContext, url: str, request: pytest.FixtureRequest) -> Iterator[Tab]:
-    """A page that is connected.
+    """A connected page.
 
-    `@pytest.mark.usefixtures("loud")` where error statuses belong to the test.
+    Tests in which the server answers with error statuses use the fixture `expects_http_errors`.
     """
     tab = Tab(context.new_page(), url)
     expect(tab.state).to_have_attribute("data-state", "ready")
     yield tab
-    tab.check("loud" in request.fixturenames)
+    tab.check("expects_http_errors" in request.fixturenames)
 
 
 @pytest.fixture
-def loud() -> None:
-    """The server answers with errors here, which the browser logs."""
+def expects_http_errors() -> None:
+    """The browser may log HTTP errors in this test."""
 
 
 @pytest.fixture(scope="module")
-def bench(browser: Browser) -> Iterator[Page]:
-    """A page whose modules are called by themselves."""
-    with serving(StandIn(frame=frame([0]))) as url:
+def module_page(browser: Browser) -> Iterator[Page]:
+    """A page for calling its JavaScript modules directly."""
+    with serving(StandIn(frame=live_frame([0]))) as url:
         page = browser.new_page()
         page.goto(url)
         page.evaluate(
@@ -132,17 +132,22 @@ def bench(browser: Browser) -> Iterator[Page]:
 # The chat
 
 
-def test_an_answer_streams_and_ends(tab: Tab, stand_in: StandIn):
+def test_streamed_answer_is_shown_with_statistics(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [*list(words(STORY))[:5], 0.5, *list(words(STORY))[5:], "stop"]
     tab.ask("Hello")
-    expect(tab.page.locator(".answer .text")).to_contain_text("Once upon a time")  # before the end
+    expect(tab.page.locator(".answer .text")).to_contain_text(
+        "Once upon a time"
+    )  # before the answer ends
     expect(tab.page.locator("#send")).to_have_attribute("aria-label", "Stop")
     tab.ended()
     assert tab.answer() == STORY
     assert tab.page.locator(".answer .text p").count() == 2
-    foot = tab.page.locator(".answer .foot").inner_text()
-    assert re.search(r"\b74 tokens\b", foot) and re.search(r"[\d,.]+ tokens/s", foot)
-    assert "to the first token" in foot and "32 of 40 prompt tokens from the cache" in foot
+    footer_text = tab.page.locator(".answer .foot").inner_text()
+    assert re.search(r"\b74 tokens\b", footer_text) and re.search(r"[\d,.]+ tokens/s", footer_text)
+    assert (
+        "to the first token" in footer_text
+        and "32 of 40 prompt tokens from the cache" in footer_text
+    )
     assert tab.page.locator("#context").inner_text() == "114 of 1,024 tokens"
     (body,) = stand_in.bodies
     assert re.fullmatch("page-[0-9a-f]{16}", body.pop("request_id"))
@@ -152,7 +157,7 @@ def test_an_answer_streams_and_ends(tab: Tab, stand_in: StandIn):
     }  # fmt: skip
 
 
-def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn):
+def test_conversation_is_sent_and_edited(tab: Tab, stand_in: StandIn):
     for name in "abcdef":
         stand_in.answers[name] = [said(name.upper(), token(name.upper())), "stop"]
     for name in "ab":
@@ -166,16 +171,16 @@ def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn
     tab.page.keyboard.type("c")
     tab.page.keyboard.press("Enter")
     tab.ended()
-    told = [
+    sent_messages = [
         [(message["role"], message["content"]) for message in body["messages"]]
         for body in stand_in.bodies
     ]
-    first = [("user", "a"), ("assistant", "A")]
-    assert told == [
-        first[:1],
-        [*first, ("user", "b")],
-        [*first, ("user", "b")],
-        [*first, ("user", "c")],
+    first_turn = [("user", "a"), ("assistant", "A")]
+    assert sent_messages == [
+        first_turn[:1],
+        [*first_turn, ("user", "b")],
+        [*first_turn, ("user", "b")],
+        [*first_turn, ("user", "c")],
     ]
     assert tab.page.locator(".turn .text").all_inner_texts() == ["a", "A", "c", "C"]
     assert len({body["request_id"] for body in stand_in.bodies}) == 4
@@ -186,18 +191,18 @@ def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn
     assert len(stand_in.bodies[-1]["messages"]) == 1
 
 
-@pytest.mark.parametrize("how", ["escape", "button", "new chat"])
-def test_stop(tab: Tab, stand_in: StandIn, how: str):
+@pytest.mark.parametrize("stop_action", ["escape", "button", "new chat"])
+def test_stopped_answer_keeps_its_text(tab: Tab, stand_in: StandIn, stop_action: str):
     stand_in.answers["Hello"] = [*words("one two three"), 60.0, *words("never"), "stop"]
     tab.ask("Hello")
     expect(tab.page.locator(".answer .text")).to_contain_text("one two three")
-    if how == "escape":
+    if stop_action == "escape":
         tab.page.keyboard.press("Escape")
     else:
-        tab.page.click("#send" if how == "button" else "#new")
+        tab.page.click("#send" if stop_action == "button" else "#new")
     tab.ended()
-    until(lambda: stand_in.num_disconnects == 1, tab.page, "the server was not told")
-    if how == "new chat":
+    until(lambda: stand_in.num_disconnects == 1, tab.page, "the request was not aborted")
+    if stop_action == "new chat":
         assert tab.page.locator(".turn").count() == 0
     else:
         assert tab.answer() == "one two three"
@@ -208,19 +213,19 @@ def test_stop(tab: Tab, stand_in: StandIn, how: str):
     assert tab.answer() == STORY
 
 
-def looks(tab: Tab) -> list[str]:
-    """What is seen of the chat, with and without probabilities."""
-    found = []
+def chat_contents(tab: Tab) -> list[str]:
+    """HTML of the chat and text of its context line, with and without probabilities."""
+    contents = []
     for _ in range(2):
-        found += [
+        contents += [
             tab.page.locator("#turns").inner_html(),
             tab.page.locator("#context").inner_text(),
         ]
         tab.page.click("#probabilities")
-    return found
+    return contents
 
 
-def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserContext):
+def test_reload_restores_the_chat(tab: Tab, stand_in: StandIn, context: BrowserContext):
     call = {
         "index": 0,
         "id": "c1",
@@ -228,7 +233,7 @@ def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserCo
         "function": {"name": "weather", "arguments": "{}"},
     }
     stand_in.answers["a"] = [
-        said("", token("Hm"), reasoning="Hm"), said(EVIL, token(EVIL, 0.3)),
+        said("", token("Hm"), reasoning="Hm"), said(HOSTILE_HTML, token(HOSTILE_HTML, 0.3)),
         said("", token("<call>"), tool_calls=[call]), 0.2, said("!", token("!")), "length",
     ]  # fmt: skip
     stand_in.answers["b"] = [said("So", token("So"))] * 3 + [
@@ -237,26 +242,26 @@ def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserCo
     for text in "ab":
         tab.ask(text)
         tab.ended()
-    before = looks(tab)
-    assert "tokens/s" in before[0] and "Lost." in before[0]
+    contents_before = chat_contents(tab)
+    assert "tokens/s" in contents_before[0] and "Lost." in contents_before[0]
     tab.page.reload()
-    expect(tab.page.locator("#context")).to_have_text(before[1])
-    assert looks(tab) == before
+    expect(tab.page.locator("#context")).to_have_text(contents_before[1])
+    assert chat_contents(tab) == contents_before
     tab.page.get_by_role("button", name="Retry").click()
     tab.ended()
-    first = [("user", "a"), ("assistant", EVIL + "!"), ("user", "b")]
+    expected = [("user", "a"), ("assistant", HOSTILE_HTML + "!"), ("user", "b")]
     assert [
         (message["role"], message["content"]) for message in stand_in.bodies[-1]["messages"]
-    ] == first
-    other = Tab(context.new_page(), tab.url)  # another tab has a chat of its own
-    expect(other.page.locator("#welcome")).to_be_visible()
+    ] == expected
+    other_tab = Tab(context.new_page(), tab.url)  # another tab has its own chat
+    expect(other_tab.page.locator("#welcome")).to_be_visible()
     tab.page.click("#new")
     tab.page.reload()
     expect(tab.page.locator("#welcome")).to_be_visible()
     assert tab.page.evaluate("window.hacked ?? null") is None
 
 
-def test_a_reload_keeps_what_was_being_written(tab: Tab, stand_in: StandIn):
+def test_reload_keeps_a_partial_answer(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [*words("one two three"), said("", token("\ufffd")), 60.0, "stop"]
     tab.ask("Hello")
     expect(tab.page.locator(".answer .text")).to_contain_text("one two three")
@@ -266,9 +271,9 @@ def test_a_reload_keeps_what_was_being_written(tab: Tab, stand_in: StandIn):
     tab.ended()
 
 
-def test_a_chat_that_is_too_long_is_kept_without_its_probabilities(tab: Tab, stand_in: StandIn):
-    others = {"x" * 4000 + str(i): 0.1 for i in range(4)}
-    stand_in.answers["Hello"] = [*[said("ab", token("ab", 0.5, others))] * 400, "stop"]
+def test_overlong_chat_is_stored_without_logprobs(tab: Tab, stand_in: StandIn):
+    alternatives = {"x" * 4000 + str(i): 0.1 for i in range(4)}
+    stand_in.answers["Hello"] = [*[said("ab", token("ab", 0.5, alternatives))] * 400, "stop"]
     tab.ask("Hello")
     tab.ended()
     tab.page.reload()
@@ -277,22 +282,20 @@ def test_a_chat_that_is_too_long_is_kept_without_its_probabilities(tab: Tab, sta
     assert tab.page.locator(".token").all_text_contents() == ["ab" * 400]
 
 
-def chats(tab: Tab) -> list[str]:
-    """The titles in the list of chats, which stays open."""
+def chat_titles(tab: Tab) -> list[str]:
+    """Open the list of chats and return its titles."""
     tab.page.click("#all")
     expect(tab.page.locator("#history")).to_be_visible()
     return tab.page.locator("#conversations .title").all_inner_texts()
 
 
-def test_several_chats_are_kept_and_can_be_gone_on_with(
-    tab: Tab, stand_in: StandIn, context: BrowserContext
-):
+def test_stored_chats_can_be_continued(tab: Tab, stand_in: StandIn, context: BrowserContext):
     for name in ("one", "two"):
         stand_in.answers[name] = [said(f"About {name}.", token(f"About {name}.")), "stop"]
         tab.ask(name)
         tab.ended()
         tab.page.click("#new")
-    assert chats(tab) == ["two", "one"]
+    assert chat_titles(tab) == ["two", "one"]
     tab.page.locator("#conversations li button").filter(has_text="one").click()
     assert tab.answer() == "About one." and tab.page.locator(".turn").count() == 2
     tab.ask("two")
@@ -302,28 +305,29 @@ def test_several_chats_are_kept_and_can_be_gone_on_with(
         "About one.",
         "two",
     ]
-    other = Tab(context.new_page(), tab.url)  # of the same browser, with a chat of its own
-    expect(other.page.locator("#welcome")).to_be_visible()
-    assert chats(other) == ["one", "two"]  # the newest first
-    other.page.locator("#conversations li button").filter(has_text="two").click()
-    assert other.answer() == "About two."
-    other.check(False)
+    other_tab = Tab(context.new_page(), tab.url)  # same browser, own current chat
+    expect(other_tab.page.locator("#welcome")).to_be_visible()
+    assert chat_titles(other_tab) == ["one", "two"]  # newest first
+    other_tab.page.locator("#conversations li button").filter(has_text="two").click()
+    assert other_tab.answer() == "About two."
+    other_tab.check(False)
 
 
-def test_a_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
+def test_chat_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
     for name in ("one", "two"):
         tab.ask(name)
         tab.ended()
         if name == "one":
             tab.page.click("#new")
-    assert chats(tab) == ["two", "one"]
-    page, titles = tab.page, tab.page.locator("#conversations .title")
+    assert chat_titles(tab) == ["two", "one"]
+    page = tab.page
+    titles = page.locator("#conversations .title")
     page.get_by_role("button", name="Delete one").click()
     expect(titles).to_have_text(["two"])
     expect(page.locator("#undo-text")).to_have_text("Deleted “one”.")
     page.click("#undo")
     expect(titles).to_have_text(["two", "one"])
-    page.get_by_role("button", name="Delete two").click()  # the one that is shown
+    page.get_by_role("button", name="Delete two").click()  # the current chat
     expect(titles).to_have_text(["one"])
     assert page.locator(".turn").count() == 0
     page.click("#undo")
@@ -331,17 +335,17 @@ def test_a_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
     assert page.locator(".turn").count() == 2
     page.get_by_role("button", name="Delete one").click()
     page.reload()
-    assert chats(tab) == ["two"]
+    assert chat_titles(tab) == ["two"]
 
 
 @pytest.mark.parametrize(
     "turns", ["3", "[1]", '[{"answer": {}}]', '[{"answer": {"pieces": 1}}, {"text": "a"}]', None]
 )
-def test_what_another_version_kept_is_forgotten(tab: Tab, turns: str | None):
-    kept = "{" if turns is None else f'{{"title": "a", "at": 1, "turns": {turns}}}'
+def test_incompatible_stored_chat_is_discarded(tab: Tab, turns: str | None):
+    stored_chat = "{" if turns is None else f'{{"title": "a", "at": 1, "turns": {turns}}}'
     script = """kept => addEventListener('pagehide', () => { sessionStorage.setItem('quire.current', '{"id": "x"}');
         localStorage.setItem('quire.chat.x', kept) })"""
-    tab.page.evaluate(script, kept)
+    tab.page.evaluate(script, stored_chat)
     tab.page.reload()
     expect(tab.state).to_have_attribute("data-state", "ready")
     tab.ask("Hello")
@@ -349,8 +353,8 @@ def test_what_another_version_kept_is_forgotten(tab: Tab, turns: str | None):
     assert tab.answer() == STORY
 
 
-def test_a_rate_is_of_a_time_that_can_be_measured(bench: Page):
-    """Tokens that come out of one read are no twenty thousand a second."""
+def test_token_rate_needs_a_measurable_time(module_page: Page):
+    """Tokens that arrive in a single read do not show as twenty thousand per second."""
     script = """async times => { const { Answer } = await import("/page/answer.js");
         const [answer, clock] = [new Answer(), performance.now];
         for (const at of times) {
@@ -359,28 +363,28 @@ def test_a_rate_is_of_a_time_that_can_be_measured(bench: Page):
         }
         performance.now = clock;
         return answer.stats.filter(([, name]) => name === "tokens/s").map(([figure]) => figure) }"""
-    assert bench.evaluate(script, [100, 100.1, 100.1]) == []
-    assert bench.evaluate(script, [100, 150, 150, 300]) == ["15"]
-    assert bench.evaluate(script, [100, 1e5, 1e8]) == []  # nothing like 0.00002 tokens a second
+    assert module_page.evaluate(script, [100, 100.1, 100.1]) == []
+    assert module_page.evaluate(script, [100, 150, 150, 300]) == ["15"]
+    assert module_page.evaluate(script, [100, 1e5, 1e8]) == []  # not 0.00002 tokens per second
 
 
-def test_rates_that_die_away_are_nothing(tab: Tab, stand_in: StandIn):
-    for rate, shown in (
+def test_rate_formatting(tab: Tab, stand_in: StandIn):
+    for rate, text in (
         (0.00958, "0"),
         (0.31, "0.3"),
         (26.17, "26.2"),
         (812.5, "813"),
         (20_500, "20,500"),
     ):
-        stand_in.frame = frame([0], rates={"generation": rate, "prompt": rate})
-        expect(tab.page.locator("#generation")).to_have_text(shown)
-        expect(tab.page.locator("#prompt-rate")).to_have_text(shown)
+        stand_in.frame = live_frame([0], rates={"generation": rate, "prompt": rate})
+        expect(tab.page.locator("#generation")).to_have_text(text)
+        expect(tab.page.locator("#prompt-rate")).to_have_text(text)
 
 
-def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
+def test_settings_are_sent_and_stored(tab: Tab, stand_in: StandIn):
     page = tab.page
     page.click("#settings")
-    given = {
+    settings_by_label = {
         "Temperature": "0.7",
         "Top p": "0.9",
         "Top k": "40",
@@ -391,7 +395,7 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
         "System prompt": "Be brief.",
         "Stop strings": "A\n\\n\\n\n",
     }
-    for label, value in given.items():
+    for label, value in settings_by_label.items():
         page.get_by_label(label, exact=True).fill(value)
     page.keyboard.press("Escape")
     expect(page.locator("#settings-text")).to_have_text("temperature 0.7, 64 tokens, 7 more")
@@ -399,7 +403,7 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     tab.ask("Hello")
     tab.ended()
     body = stand_in.bodies[-1]
-    wanted = {
+    expected = {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 40,
@@ -409,7 +413,7 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
         "seed": -7,
         "stop": ["A", "\n\n"],
     }
-    assert {name: body.get(name) for name in wanted} == wanted
+    assert {name: body.get(name) for name in expected} == expected
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     page.click("#settings")
     page.click("#defaults")
@@ -418,12 +422,12 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     tab.ask("Hello")
     tab.ended()
     body = stand_in.bodies[-1]
-    assert body["top_p"] == 0.5 and not set(wanted) - {"top_p"} & set(body)
+    assert body["top_p"] == 0.5 and not set(expected) - {"top_p"} & set(body)
     assert body["messages"][0]["role"] == "user"
 
 
-def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: StandIn):
-    def shown(name: str) -> tuple[str | None, str]:
+def test_settings_show_server_defaults(tab: Tab, stand_in: StandIn):
+    def displayed_values(name: str) -> tuple[str | None, str]:
         box = tab.page.locator(f"#set-{name}")
         return box.get_attribute("placeholder"), tab.page.locator(
             f"#set-{name} ~ input[type=range]"
@@ -431,65 +435,71 @@ def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: St
 
     expect(tab.state).to_have_attribute("data-state", "ready")
     tab.page.click("#settings")
-    assert [shown(name) for name in ("temperature", "top_k", "max_tokens")] == [
+    assert [displayed_values(name) for name in ("temperature", "top_k", "max_tokens")] == [
         ("1", "1"), ("0", "0"), ("default", "1024")
     ]  # fmt: skip
-    stand_in.frame = frame([0] * 60, defaults={"temperature": 0.7, "top_k": 20, "max_tokens": 512})
+    stand_in.frame = live_frame(
+        [0] * 60, defaults={"temperature": 0.7, "top_k": 20, "max_tokens": 512}
+    )
     expect(tab.page.locator("#set-temperature")).to_have_attribute("placeholder", "0.7")
-    assert [shown(name) for name in ("temperature", "top_k", "max_tokens")] == [
+    assert [displayed_values(name) for name in ("temperature", "top_k", "max_tokens")] == [
         ("0.7", "0.7"), ("20", "20"), ("512", "512")
     ]  # fmt: skip
     tab.page.keyboard.press("Escape")
     tab.ask("Hello")
     tab.ended()
-    sent = {"temperature": 0.7, "top_k": 20, "max_tokens": 512}  # what is shown is what is sent
-    assert {name: stand_in.bodies[-1].get(name) for name in sent} == sent
-    assert tab.page.locator("#settings-text").inner_text() == "Settings"  # nothing was changed
+    expected = {"temperature": 0.7, "top_k": 20, "max_tokens": 512}  # the values shown are sent
+    assert {name: stand_in.bodies[-1].get(name) for name in expected} == expected
+    assert tab.page.locator("#settings-text").inner_text() == "Settings"  # no setting was changed
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
+    ("name", "label"),
     [
         ("/srv/models/Tiny-Q4_K_M.gguf", "Tiny-Q4_K_M.gguf"), ("./Tiny.gguf", "Tiny.gguf"),
         ("models/a/b.gguf", "b.gguf"),
         ("C:\\models\\Tiny.gguf", "Tiny.gguf"), ("/srv/models/folder/", "folder"), ("owner/name", "owner/name"),
     ],
 )  # fmt: skip
-def test_a_model_is_called_by_its_file(
-    context: BrowserContext, url: str, stand_in: StandIn, name: str, shown: str
+def test_model_label_is_its_file_name(
+    context: BrowserContext, url: str, stand_in: StandIn, name: str, label: str
 ):
     stand_in.models = [name]
     tab = Tab(context.new_page(), url)
-    expect(tab.page.locator("#greeting")).to_have_text(f"Ask {shown}")
+    expect(tab.page.locator("#greeting")).to_have_text(f"Ask {label}")
     assert (
-        tab.page.locator("#model option").inner_text() == shown
-        and tab.page.title() == f"{shown} on Quire"
+        tab.page.locator("#model option").inner_text() == label
+        and tab.page.title() == f"{label} on Quire"
     )
     starters = tab.page.locator("#starters button").all_inner_texts()
-    # those are quill's
+    # only quill has sort prompts
     assert len(starters) == 3 and not any("Sort: 52" in starter for starter in starters)
     tab.ask("Hello")
     tab.ended()
     assert stand_in.bodies[-1]["model"] == name
 
 
-def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn):
+def test_model_selection(context: BrowserContext, url: str, stand_in: StandIn):
     stand_in.models = ["quill", "quill-draft"]
     tab = Tab(context.new_page(), url)
     expect(tab.page.locator("#model option")).to_have_count(2)
-    # what the bundled model can do
+    # prompts for the bundled model
     expect(tab.page.locator("#taught")).to_contain_text("It knows nothing else")
     tab.page.select_option("#model", "quill-draft")
     expect(tab.page.locator("#taught")).to_be_hidden()
     tab.ask("Hello")
     tab.ended()
     assert stand_in.bodies[-1]["model"] == "quill-draft"
-    until(lambda: stand_in.watched[-1] == "quill-draft", tab.page, "its engine was not watched")
+    until(
+        lambda: stand_in.watched[-1] == "quill-draft",
+        tab.page,
+        "the page does not follow its engine",
+    )
     expect(tab.page).to_have_title("quill-draft on Quire")
     tab.check(False)
 
 
-def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
+def test_reasoning_is_collapsed_and_tool_calls_are_code(tab: Tab, stand_in: StandIn):
     call = {
         "index": 0,
         "id": "c1",
@@ -512,11 +522,11 @@ def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
     tab.ended()
     page = tab.page
     assert tab.answer() == "I look it up."
-    thought = page.locator(".reasoning div")
+    reasoning = page.locator(".reasoning div")
     expect(page.locator(".reasoning summary")).to_contain_text("Thought for")
-    expect(thought).to_be_hidden()
+    expect(reasoning).to_be_hidden()
     page.click(".reasoning summary")
-    expect(thought).to_have_text("Let me see.")
+    expect(reasoning).to_have_text("Let me see.")
     assert page.locator(".call header b").inner_text() == "weather"
     assert json.loads(page.locator(".call code").inner_text()) == {"city": "Oslo", "days": 2}
     page.click("#probabilities")
@@ -526,7 +536,7 @@ def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
 # Tokens
 
 
-def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
+def test_token_probabilities_are_shown(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [
         said("Once upon", token("Once", 0.75, {"There": 0.2}), token(" upon", 0.999)),
         said(
@@ -558,7 +568,7 @@ def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
     widths = card.locator(".level").evaluate_all("levels => levels.map(level => level.style.width)")
     assert widths == ["75%", "20%"]
     page.hover(".token >> nth=2")
-    # not among the five likeliest, and shown as the last
+    # not among the five likeliest: listed last
     expect(card.locator(".chosen code")).to_have_text("\u00b7a")
     assert (
         card.locator("li").count() == 7
@@ -572,10 +582,8 @@ def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
     assert tab.answer() == "Once upon a"
 
 
-def test_lines_of_tokens_end_with_a_mark(tab: Tab, stand_in: StandIn):
-    """Each mark stands where its line ends, in the token that ends it, and the text stays as it
-    was.
-    """
+def test_newline_tokens_show_a_mark(tab: Tab, stand_in: StandIn):
+    """The mark is inside the token that ends the line, and the text is unchanged."""
     texts = ["One", ".\n\n", "- ", "two", "\n", "\nthree"]
     stand_in.answers["Hello"] = [said(text, token(text)) for text in texts] + ["stop"]
     tab.page.click("#probabilities")
@@ -584,12 +592,19 @@ def test_lines_of_tokens_end_with_a_mark(tab: Tab, stand_in: StandIn):
     assert tab.page.locator(".token").all_text_contents() == texts
     script = """tokens => tokens.map((token) => [...token.childNodes].map(
         (node) => node.className ? getComputedStyle(node, "::before").content : node.textContent).join("|"))"""
-    found = tab.page.locator(".token").evaluate_all(script)
+    rendered = tab.page.locator(".token").evaluate_all(script)
     mark = '"↵"'
-    assert found == ["One", f".|{mark}|\n|{mark}|\n", "- ", "two", f"{mark}|\n", f"{mark}|\n|three"]
+    assert rendered == [
+        "One",
+        f".|{mark}|\n|{mark}|\n",
+        "- ",
+        "two",
+        f"{mark}|\n",
+        f"{mark}|\n|three",
+    ]
 
 
-def test_characters_split_over_tokens_are_never_broken(tab: Tab, stand_in: StandIn):
+def test_multi_token_characters_are_not_broken(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [
         said("caf", token("caf")),
         said("", token("\ufffd", 0.5)),
@@ -612,14 +627,14 @@ def test_characters_split_over_tokens_are_never_broken(tab: Tab, stand_in: Stand
     expect(card).to_contain_text("2 tokens wrote this together")
     assert card.locator(".chosen").inner_text().split() == ["\u00e9", "45.0", "%"]
     assert card.locator("li code").all_inner_texts() == ["part of a character"] * 2
-    for part in tab.page.locator(".token").all():
-        part.hover()
+    for token_element in tab.page.locator(".token").all():
+        token_element.hover()
         assert "\ufffd" not in tab.page.inner_text("body")
     tab.page.click("#probabilities")
     assert tab.answer() == text
 
 
-DEAL = """chunks => { const aligner = new lib.Aligner();
+ALIGN_SCRIPT = """chunks => { const aligner = new lib.Aligner();
     for (const [text, tokens] of chunks) aligner.push(text, tokens);
     aligner.end();
     return aligner.pieces.map(({text, tokens}) => [text, tokens.map(({token}) => token)]) }"""
@@ -628,11 +643,14 @@ DEAL = """chunks => { const aligner = new lib.Aligner();
 @pytest.mark.parametrize(
     "chunks, pieces",
     [
-        # the end of it was held back
+        # the end of the text was held back
         ([("a", ["</think>", "aa"]), ("aa", ["a"])], [["aa", ["aa"]], ["a", ["a"]]]),
-        ([("one", ["one", " st"]), ("", ["op"])], [["one", ["one"]]]),  # a stop string cut the rest
+        (
+            [("one", ["one", " st"]), ("", ["op"])],
+            [["one", ["one"]]],
+        ),  # a stop string removed the rest
         ([("on", ["one"])], [["on", ["one"]]]),
-        # a template strips the space
+        # the template strips the space
         ([("Hello,", [" Hello", ","])], [["Hello", [" Hello"]], [",", [","]]]),
         (
             [("\u00e9", ["\ufffd", "\ufffd", "ab"]), ("ab", [])],
@@ -641,50 +659,52 @@ DEAL = """chunks => { const aligner = new lib.Aligner();
         ([("ok", ["<call>", "{}", "ok"])], [["ok", ["ok"]]]),
     ],
 )
-def test_tokens_that_write_late_or_nothing(
-    bench: Page, chunks: list[tuple[str, list[str]]], pieces: list[Any]
+def test_tokens_with_late_or_no_text_are_aligned(
+    module_page: Page, chunks: list[tuple[str, list[str]]], pieces: list[Any]
 ):
-    given_ = [(text, [token(name) for name in names]) for text, names in chunks]
-    assert bench.evaluate(DEAL, given_) == pieces
+    token_chunks = [(text, [token(name) for name in names]) for text, names in chunks]
+    assert module_page.evaluate(ALIGN_SCRIPT, token_chunks) == pieces
 
 
 @settings(max_examples=cases(150))
 @given(st.data())
-def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
+def test_aligned_tokens_cover_the_whole_text(module_page: Page, data: st.DataObject):
     letters = data.draw(st.sampled_from(["ab \n", "ab \n\u00e9\u4e16\U0001f426\u0301"]))
     text = data.draw(st.text(st.sampled_from(letters), max_size=24))
     raw = text.encode()
     cuts = data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=12))
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    whole = True
-    # as a stop string cuts an answer
+    is_split_at_characters = True
+    # characters cut off by a stop string
     end_early = data.draw(st.booleans()) and data.draw(st.integers(0, 3))
     chunks = []
-    sent = 0
+    num_characters_sent = 0
     for begin, end in zip(edges, edges[1:], strict=False):
-        own = raw[begin:end].decode(errors="replace")
-        whole = whole and "\ufffd" not in own
-        # Text comes when its characters are whole; some of it may be held back for a while, as
-        # before a stop string.
-        ready = len(raw[:end].decode(errors="ignore"))
-        held = data.draw(st.integers(0, 2)) if data.draw(st.booleans()) else 0
-        now = max(sent, ready - held) if end < len(raw) else len(text)
-        tokens = [token(own)] if own else []
+        token_text = raw[begin:end].decode(errors="replace")
+        is_split_at_characters = is_split_at_characters and "\ufffd" not in token_text
+        # Text is sent once its characters are complete; some may be held back, as before a
+        # possible stop string.
+        num_complete = len(raw[:end].decode(errors="ignore"))
+        num_held_back = data.draw(st.integers(0, 2)) if data.draw(st.booleans()) else 0
+        num_sent = (
+            max(num_characters_sent, num_complete - num_held_back) if end < len(raw) else len(text)
+        )
+        tokens = [token(token_text)] if token_text else []
         if data.draw(st.booleans()):
-            tokens.insert(0, token("<silent>"))  # writes nothing
-        now = max(sent, min(now, len(text) - end_early))
-        chunks.append((text[sent:now], tokens))
-        sent = now
-    text = text[:sent]
-    pieces = bench.evaluate(DEAL, chunks)
+            tokens.insert(0, token("<silent>"))  # a token without text
+        num_sent = max(num_characters_sent, min(num_sent, len(text) - end_early))
+        chunks.append((text[num_characters_sent:num_sent], tokens))
+        num_characters_sent = num_sent
+    text = text[:num_characters_sent]
+    pieces = module_page.evaluate(ALIGN_SCRIPT, chunks)
     assert "".join(piece for piece, _ in pieces) == text
     assert all(piece for piece, _ in pieces)
-    dealt = [name for _, names in pieces for name in names if name != "<silent>"]
-    given_ = [
+    aligned_tokens = [name for _, names in pieces for name in names if name != "<silent>"]
+    expected_tokens = [
         entry["token"] for _, tokens in chunks for entry in tokens if entry["token"] != "<silent>"
     ]
-    if whole and not end_early:  # each gets just its own text
-        assert dealt == given_
+    if is_split_at_characters and not end_early:  # every token gets exactly its own text
+        assert aligned_tokens == expected_tokens
         assert [piece for piece, names in pieces if "<silent>" not in names] == [
             names[0] for _, names in pieces if "<silent>" not in names
         ]
@@ -693,7 +713,7 @@ def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
 # Markdown
 
 
-def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
+def test_markdown_becomes_html_elements(tab: Tab, stand_in: StandIn):
     text = (
         "A **bold** and `code **raw**` line\n\n- one\n- two\n  1. deep\n\n3. three\n\n## Head\n\n"
         "```python\nif a < b:\n    **no**\n```\n2 * 3 * 4 and *so*\n"
@@ -716,7 +736,7 @@ def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
     )
 
 
-RICH = """# Title
+RICH_MARKDOWN = """# Title
 
 > quoted *words*
 >
@@ -753,8 +773,10 @@ plain
 """
 
 
-def test_markdown_of_every_kind(tab: Tab, stand_in: StandIn):
-    stand_in.answers["Hello"] = [said(part) for part in re.findall(r"(?s).{1,7}", RICH)] + ["stop"]
+def test_every_markdown_construct(tab: Tab, stand_in: StandIn):
+    stand_in.answers["Hello"] = [
+        said(text) for text in re.findall(r"(?s).{1,7}", RICH_MARKDOWN)
+    ] + ["stop"]
     tab.ask("Hello")
     tab.ended()
     answer = tab.page.locator(".answer .text")
@@ -803,14 +825,14 @@ def test_markdown_of_every_kind(tab: Tab, stand_in: StandIn):
     assert tab.page.evaluate("window.hacked ?? null") is None
 
 
-def test_sanitizer_removes_what_the_parser_lets_through(bench: Page):
-    """The second line of defence by itself: as if the parser had made HTML of an answer."""
+def test_sanitizer_removes_active_html(module_page: Page):
+    """The sanitizer alone, as if the Markdown parser had let HTML through."""
     html = "<p onclick=x>a<img src=x onerror=y><svg><script>z</script></svg></p>"
     script = """html => DOMPurify.sanitize(html, {ALLOWED_TAGS: ["p"], ALLOWED_ATTR: ["class"]})"""
-    assert bench.evaluate(script, html) == "<p>a</p>"
+    assert module_page.evaluate(script, html) == "<p>a</p>"
 
 
-def test_libraries_are_those_that_were_checked():
+def test_vendored_libraries_have_pinned_digests():
     digests = {
         "highlight.min.js": "1ed8fc5256b738b8875b74e4d3f0754f60d6411fb034d618dfbc4e6e6c9999d7",
         "markdown-it.min.js": "40ee4f75f35a4c8d24f1d7a902f4c56a26da8bd9eec5bb02ad4a672d6ba05525",
@@ -827,29 +849,46 @@ def test_libraries_are_those_that_were_checked():
     }
 
 
-MARKS = ["*", "**", "`", "```", "\n", "\n\n", "- ", "  ", "1. ", "# ", "a", "<b>", "&amp;", "~~~"]
+MARKDOWN_FRAGMENTS = [
+    "*",
+    "**",
+    "`",
+    "```",
+    "\n",
+    "\n\n",
+    "- ",
+    "  ",
+    "1. ",
+    "# ",
+    "a",
+    "<b>",
+    "&amp;",
+    "~~~",
+]
 
 
 @settings(max_examples=cases(60))
-@given(st.lists(st.sampled_from(MARKS), max_size=30))
-def test_markdown_grown_bit_by_bit_is_the_same(bench: Page, parts: list[str]):
+@given(st.lists(st.sampled_from(MARKDOWN_FRAGMENTS), max_size=30))
+def test_incremental_markdown_equals_complete_rendering(module_page: Page, fragments: list[str]):
     script = """parts => { const shown = (steps) => { const root = document.createElement("div");
             const markdown = new lib.Markdown(root); for (const step of steps) markdown.update(step); return root; };
         const grown = parts.map((_, i) => parts.slice(0, i + 1).join(""));
         const [whole, slow] = [shown([parts.join("")]), shown(grown)];
         const names = [...whole.querySelectorAll("*")].map((element) => element.localName);
         return [whole.innerHTML, slow.innerHTML, whole.textContent, names] }"""
-    whole, slow, text, names = bench.evaluate(script, parts)
-    assert whole == slow
+    html_at_once, html_incremental, text, names = module_page.evaluate(script, fragments)
+    assert html_at_once == html_incremental
     assert set(names) <= set(
         "p strong em code s ul ol li h3 hr br div header span button svg use pre".split()
     )
-    letters = [letter for letter in "".join(parts).replace("&amp;", "&") if letter in "ab&<>"]
-    info = "".join(parts).count("`") + "".join(parts).count("~")  # what follows a fence is a title
+    letters = [letter for letter in "".join(fragments).replace("&amp;", "&") if letter in "ab&<>"]
+    info = "".join(fragments).count("`") + "".join(fragments).count(
+        "~"
+    )  # the text after a fence is an info string
     assert info or [letter for letter in text if letter in "ab&<>"] == letters
 
 
-def test_hostile_markdown_takes_linear_time(bench: Page):
+def test_hostile_markdown_takes_linear_time(module_page: Page):
     hostile = (
         "*a **b `" * 20_000,
         "`" * 50_000 + " `" * 20_000,
@@ -859,32 +898,47 @@ def test_hostile_markdown_takes_linear_time(bench: Page):
         ">" * 30_000,
     )
     for text in (*hostile, "|a" * 5_000 + "\n" + "|-" * 5_000 + "\n", "```js\n" + "a(/b" * 20_000):
-        took = bench.evaluate(
+        milliseconds = module_page.evaluate(
             """text => { const began = performance.now();
                 new lib.Markdown(document.createElement("div")).update(text); return performance.now() - began }""",
             text,
         )
-        assert took < 15_000, text[:10]
+        assert milliseconds < 15_000, text[:10]
 
 
-def test_text_stays_text(context: BrowserContext, url: str, stand_in: StandIn):
-    stand_in.models = [EVIL]
-    group = {"name": EVIL, "pages": 3, "each": 1, "cells": [0, -1, 1]}
-    stand_in.frame = frame(
-        [], (run(1, id=EVIL, state=EVIL),), groups=[group, group | {"name": "b"}], state=EVIL
+def test_html_in_texts_is_escaped(context: BrowserContext, url: str, stand_in: StandIn):
+    stand_in.models = [HOSTILE_HTML]
+    group = {"name": HOSTILE_HTML, "pages": 3, "each": 1, "cells": [0, -1, 1]}
+    stand_in.frame = live_frame(
+        [],
+        (running_request(1, id=HOSTILE_HTML, state=HOSTILE_HTML),),
+        groups=[group, group | {"name": "b"}],
+        state=HOSTILE_HTML,
     )
-    call = {"index": 0, "function": {"name": EVIL, "arguments": EVIL}}
-    stand_in.answers[EVIL] = [
-        said(EVIL, token(EVIL, 0.5, {EVIL + "x": 0.3}), reasoning=EVIL),
+    call = {"index": 0, "function": {"name": HOSTILE_HTML, "arguments": HOSTILE_HTML}}
+    stand_in.answers[HOSTILE_HTML] = [
+        said(
+            HOSTILE_HTML,
+            token(HOSTILE_HTML, 0.5, {HOSTILE_HTML + "x": 0.3}),
+            reasoning=HOSTILE_HTML,
+        ),
         said("", tool_calls=[call]),
-        said(f"\n\n- {EVIL}\n\n```{EVIL}\n{EVIL}\n```", token("x")),
+        said(f"\n\n- {HOSTILE_HTML}\n\n```{HOSTILE_HTML}\n{HOSTILE_HTML}\n```", token("x")),
         "stop",
     ]
-    stand_in.refusals["no"] = (400, {"message": EVIL, "type": EVIL, "param": EVIL, "code": EVIL})
+    stand_in.refusals["no"] = (
+        400,
+        {
+            "message": HOSTILE_HTML,
+            "type": HOSTILE_HTML,
+            "param": HOSTILE_HTML,
+            "code": HOSTILE_HTML,
+        },
+    )
     tab = Tab(context.new_page(), url)
     page = tab.page
     expect(page.locator("#running li")).to_have_count(1)
-    tab.ask(EVIL)
+    tab.ask(HOSTILE_HTML)
     tab.ended()
     assert "<img src=x onerror" in tab.answer()
     page.click(".reasoning summary")
@@ -902,8 +956,8 @@ def test_text_stays_text(context: BrowserContext, url: str, stand_in: StandIn):
 # Errors and keys
 
 
-@pytest.mark.usefixtures("loud")
-def test_a_refusal_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
+@pytest.mark.usefixtures("expects_http_errors")
+def test_rejected_request_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
     refusal = {
         "message": "top_p: must be at most 1, got 7",
         "type": "invalid_request_error",
@@ -912,33 +966,35 @@ def test_a_refusal_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
     }
     stand_in.refusals["Hello"] = (400, refusal)
     tab.ask("Hello")
-    trouble = tab.page.locator(".failure")
-    expect(trouble).to_contain_text("top_p: must be at most 1, got 7")
-    expect(trouble).to_contain_text("400, invalid_request_error, field top_p")
+    failure = tab.page.locator(".failure")
+    expect(failure).to_contain_text("top_p: must be at most 1, got 7")
+    expect(failure).to_contain_text("400, invalid_request_error, field top_p")
     tab.ended()
     del stand_in.refusals["Hello"]
-    trouble.get_by_role("button", name="Retry").click()
+    failure.get_by_role("button", name="Retry").click()
     tab.ended()
-    assert tab.answer() == STORY and trouble.count() == 0
+    assert tab.answer() == STORY and failure.count() == 0
     assert [len(body["messages"]) for body in stand_in.bodies] == [1, 1]
 
 
 @pytest.mark.parametrize(
     "end", [{"error": {"message": "the engine has stopped", "type": "server_error"}}, None]
 )
-def test_an_answer_that_breaks_off_keeps_its_text(tab: Tab, stand_in: StandIn, end: Any):
+def test_interrupted_answer_keeps_its_text(tab: Tab, stand_in: StandIn, end: Any):
     stand_in.answers["Hello"] = [*words("one two three"), 0.1, end]
     tab.ask("Hello")
-    said_ = "the engine has stopped" if end else "The connection closed before the answer ended."
-    expect(tab.page.locator(".failure p").first).to_have_text(said_)
+    error_text = (
+        "the engine has stopped" if end else "The connection closed before the answer ended."
+    )
+    expect(tab.page.locator(".failure p").first).to_have_text(error_text)
     assert tab.answer() == "one two three"
     tab.page.get_by_role("button", name="Retry").click()
-    expect(tab.page.locator(".failure p").first).to_have_text(said_)
+    expect(tab.page.locator(".failure p").first).to_have_text(error_text)
     assert [message["role"] for message in stand_in.bodies[-1]["messages"]] == ["user"]
 
 
-@pytest.mark.usefixtures("loud")
-def test_a_server_that_is_gone_comes_back(tab: Tab, stand_in: StandIn):
+@pytest.mark.usefixtures("expects_http_errors")
+def test_page_reconnects_after_server_outage(tab: Tab, stand_in: StandIn):
     stand_in.down = True
     expect(tab.state).to_have_attribute("data-state", "away")
     tab.ask("Hello")
@@ -954,7 +1010,7 @@ def test_a_server_that_is_gone_comes_back(tab: Tab, stand_in: StandIn):
     assert tab.answer() == STORY
 
 
-def test_a_key_is_asked_for_and_stays_in_the_tab(
+def test_api_key_is_requested_and_stays_in_the_tab(
     context: BrowserContext, url: str, stand_in: StandIn
 ):
     stand_in.key = "secret"
@@ -985,26 +1041,26 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
     assert page.evaluate("Object.keys(sessionStorage).sort()") == ["quire.current", "quire.key"]
     assert page.evaluate("sessionStorage['quire.key']") == "secret"
     assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
-    kept = page.evaluate(
+    visible_state = page.evaluate(
         "[...Object.values(localStorage), document.cookie, location.href, "
         "document.body.innerHTML].join()"
     )
-    assert "secret" not in kept
-    other = Tab(context.new_page(), url)  # another tab does not know it
-    expect(other.page.locator("#lock")).to_be_visible()
+    assert "secret" not in visible_state
+    other_tab = Tab(context.new_page(), url)  # another tab does not have the key
+    expect(other_tab.page.locator("#lock")).to_be_visible()
     tab.check(True)
 
 
 # The engine
 
 
-def test_cells_change_when_the_engine_says_so(tab: Tab, stand_in: StandIn):
+def test_cells_follow_the_live_events(tab: Tab, stand_in: StandIn):
     page = tab.page
     assert tab.pixel(10, 10) == tab.swatch("free")
-    stand_in.frame = frame([1, -1, -2, 2, *[0] * 56], (run(1), run(2)))
+    stand_in.frame = live_frame([1, -1, -2, 2, *[0] * 56], (running_request(1), running_request(2)))
     until(lambda: tab.pixel(10, 10) != tab.swatch("free"), page, "the first cell did not change")
-    page.wait_for_timeout(1300)  # until nothing glows
-    colors = [tab.pixel(10 + PITCH * i, 10) for i in range(5)]
+    page.wait_for_timeout(1300)  # until no cell is animated
+    colors = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(5)]
     assert colors[1:3] == [tab.swatch("cached"), tab.swatch("shared")] and colors[4] == tab.swatch(
         "free"
     )
@@ -1028,93 +1084,101 @@ def test_cells_change_when_the_engine_says_so(tab: Tab, stand_in: StandIn):
     assert label.startswith("Pages: 2 running, 1 shared, 1 cached, 56 free.")
 
 
-def test_pointing_lights_pages_and_tells_of_them(tab: Tab, stand_in: StandIn):
+def test_hover_highlights_and_describes_pages(tab: Tab, stand_in: StandIn):
     page = tab.page
-    stand_in.frame = frame([1, 2, -1, *[0] * 57], (run(1), run(2)))
+    stand_in.frame = live_frame([1, 2, -1, *[0] * 57], (running_request(1), running_request(2)))
     expect(page.locator("#running li")).to_have_count(2)
     page.wait_for_timeout(1300)
-    before = [tab.pixel(10 + PITCH * i, 10) for i in range(3)]
+    colors_before = [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(3)]
     page.hover("#running li >> nth=1")
-    until(lambda: tab.pixel(10, 10) != before[0], page, "the other request's page stayed lit")
-    assert tab.pixel(10 + PITCH, 10) == before[1]
+    until(
+        lambda: tab.pixel(10, 10) != colors_before[0],
+        page,
+        "the other request's page stayed highlighted",
+    )
+    assert tab.pixel(10 + CELL_PITCH, 10) == colors_before[1]
     canvas = page.locator("#maps canvas")
-    canvas.hover(position={"x": 10 + PITCH, "y": 10})
+    canvas.hover(position={"x": 10 + CELL_PITCH, "y": 10})
     expect(page.locator("#card")).to_contain_text("Page 1")
     expect(page.locator("#card")).to_contain_text("request 2: 120 tokens of prompt, 45 written")
-    canvas.hover(position={"x": 10 + 2 * PITCH, "y": 10})
+    canvas.hover(position={"x": 10 + 2 * CELL_PITCH, "y": 10})
     expect(page.locator("#card")).to_contain_text("cached")
     page.mouse.move(5, 5)
     until(
-        lambda: [tab.pixel(10 + PITCH * i, 10) for i in range(3)] == before, page, "it stayed lit"
+        lambda: [tab.pixel(10 + CELL_PITCH * i, 10) for i in range(3)] == colors_before,
+        page,
+        "the page stayed highlighted",
     )
 
 
-def test_the_pages_of_the_own_chat_are_marked(tab: Tab, stand_in: StandIn):
+def test_pages_of_own_chat_are_marked(tab: Tab, stand_in: StandIn):
     page = tab.page
     stand_in.answers["Hello"] = [*words("one two"), 2.5, "stop"]
     tab.ask("Hello")
-    until(lambda: stand_in.bodies, page, "nothing was asked")
+    until(lambda: stand_in.bodies, page, "no request was sent")
     name = f"chatcmpl-{stand_in.bodies[0]['request_id']}"
-    stand_in.frame = frame([0] * 60, waiting=[{"id": name, "prompt": 120}], num_waiting=1)
+    stand_in.frame = live_frame([0] * 60, waiting=[{"id": name, "prompt": 120}], num_waiting=1)
     expect(page.locator("#waiting li")).to_have_text("yours, 120 tokens")
-    stand_in.frame = frame([1, 7, 7, *[0] * 57], (run(1), run(7, id=name)))
+    stand_in.frame = live_frame(
+        [1, 7, 7, *[0] * 57], (running_request(1), running_request(7, id=name))
+    )
     expect(page.locator(".place")).to_have_text("on 2 pages of its own")
     expect(page.locator("#running .own .who")).to_have_text("yours")
     assert page.locator("#running li .who").all_inner_texts() == ["yours", "no. 1"]
     expect(page.locator("#count-yours")).to_have_text("2")
     page.wait_for_timeout(1100)
     assert (
-        tab.pixel(10 + PITCH, 10)
-        == tab.pixel(10 + 2 * PITCH, 10)
+        tab.pixel(10 + CELL_PITCH, 10)
+        == tab.pixel(10 + 2 * CELL_PITCH, 10)
         == tab.swatch("yours")
         != tab.pixel(10, 10)
     )
-    stand_in.frame = frame([0] * 60)
+    stand_in.frame = live_frame([0] * 60)
     tab.ended()
     expect(page.locator(".place")).to_be_hidden()
     expect(page.locator("#running li")).to_have_count(0)
 
 
-def test_changes_glow_unless_motion_is_unwanted(browser: Browser, url: str, stand_in: StandIn):
+def test_cell_changes_animate_unless_reduced_motion(browser: Browser, url: str, stand_in: StandIn):
     for motion in ("no-preference", "reduce"):
-        stand_in.frame = frame([0] * 60)
+        stand_in.frame = live_frame([0] * 60)
         context = browser.new_context(reduced_motion=motion)
         tab = Tab(context.new_page(), url)
         expect(tab.page.locator("#maps canvas")).to_be_visible()
         until(lambda tab=tab: tab.pixel(10, 10) == tab.swatch("free"), tab.page, "no cells")
-        stand_in.frame = frame([-2, *[0] * 59])
-        seen = set()
+        stand_in.frame = live_frame([-2, *[0] * 59])
+        seen_colors = set()
 
-        def shared(tab=tab, seen=seen) -> bool:
-            seen.add(tab.pixel(10, 10))
-            return tab.swatch("shared") in seen
+        def cell_is_shared(tab=tab, seen_colors=seen_colors) -> bool:
+            seen_colors.add(tab.pixel(10, 10))
+            return tab.swatch("shared") in seen_colors
 
-        until(shared, tab.page, "the cell did not change")
-        between = seen - {tab.swatch("free"), tab.swatch("shared")}
-        assert bool(between) == (motion == "no-preference")
+        until(cell_is_shared, tab.page, "the cell did not change")
+        transition_colors = seen_colors - {tab.swatch("free"), tab.swatch("shared")}
+        assert bool(transition_colors) == (motion == "no-preference")
         tab.check(False)
         context.close()
 
 
-def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
+def test_steps_and_layer_groups_are_drawn(tab: Tab, stand_in: StandIn):
     page = tab.page
 
-    def busy() -> dict[str, Any]:
+    def busy_frame() -> dict[str, Any]:
         now = time.monotonic()
         groups = [
             {"name": name, "pages": 1000, "each": 4, "cells": [1] * 250}
             for name in ("full", "window 256")
         ]
-        return frame(
+        return live_frame(
             [],
-            (run(1),),
+            (running_request(1),),
             groups=groups,
             steps=[[now - 0.02, 260, 4, 5, 0.0123, 0, 0], [now, 4, 4, 4, 0.0082, 0, 0]],
         )
 
     blank = tab.page.evaluate("document.querySelector('#strip').toDataURL()")
-    # steps of just now in each event: on a busy machine others would have left the strip
-    stand_in.frame = busy
+    # Every event has recent steps: on a busy machine old ones would have left the strip.
+    stand_in.frame = busy_frame
     page.wait_for_function(
         "blank => document.querySelector('#strip').toDataURL() != blank", arg=blank
     )
@@ -1132,9 +1196,9 @@ def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
     expect(page.locator("#card")).to_contain_text("Pages 0 to 3")
 
 
-def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
-    """Beside the steps in figures and colours, in the chat in green behind the switch; nothing of
-    it without drafts.
+def test_draft_tokens_are_shown_if_the_engine_drafts(tab: Tab, stand_in: StandIn):
+    """In the step figures and colours, and in the chat, green with the probabilities switch;
+    without drafting nothing is shown.
     """
     page = tab.page
     drafted = page.locator(".of-drafts")
@@ -1144,18 +1208,18 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
     assert stand_in.bodies[-1]["stream_options"] == {"include_usage": True}
     assert "drafted" not in page.locator(".answer .foot").inner_text()
 
-    def busy(drafts: tuple[int, int, int]) -> dict[str, Any]:
+    def busy_frame(drafts: tuple[int, int, int]) -> dict[str, Any]:
         steps = [[time.monotonic(), 20, 4, 4, 0.0082, 16, 6]]
-        return frame([0] * 60, (run(1),), drafts=drafts, steps=steps)
+        return live_frame([0] * 60, (running_request(1),), drafts=drafts, steps=steps)
 
-    stand_in.frame = busy((1000, 4000, 3000))
+    stand_in.frame = busy_frame((1000, 4000, 3000))
     expect(page.locator("#drafts-share")).to_be_visible()
-    stand_in.frame = busy((1100, 4300, 3100))
+    stand_in.frame = busy_frame((1100, 4300, 3100))
     expect(page.locator("#drafts-each")).to_have_text("3")
     expect(page.locator("#drafts-share")).to_have_text("33 %")
     expect(page.locator("#drafts-length")).to_have_text("2")
-    # steps of just now in each event
-    stand_in.frame = lambda: busy((10, 40, 30)) | {"model": "another"}
+    # every event has recent steps
+    stand_in.frame = lambda: busy_frame((10, 40, 30)) | {"model": "another"}
     expect(page.locator("#drafts-share")).to_have_text("–")
     page.wait_for_timeout(300)
     box = page.locator("#strip").bounding_box()
@@ -1176,9 +1240,9 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
         "ee",
     ]
     color = "e => getComputedStyle(e).color"
-    told = page.locator(".answer .stats .drafted").last.evaluate(color)
-    assert page.locator(".token.drafted").first.evaluate(color) == told
-    assert page.locator(".token:not(.drafted)").first.evaluate(color) != told
+    drafted_color = page.locator(".answer .stats .drafted").last.evaluate(color)
+    assert page.locator(".token.drafted").first.evaluate(color) == drafted_color
+    assert page.locator(".token:not(.drafted)").first.evaluate(color) != drafted_color
     page.locator(".token.drafted").first.hover()
     expect(page.locator("#card .logprob")).to_contain_text("drafted")
     page.reload()
@@ -1188,44 +1252,49 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
 
 @pytest.mark.parametrize("cells", [1, 60, 700, 4096])
 @pytest.mark.parametrize("width", [343, 500, 700])
-def test_maps_fit(bench: Page, cells: int, width: int):
-    size = bench.evaluate("([cells, width]) => lib.measures([cells], width, 300)", [cells, width])
-    high = -(-cells // size["columns"]) * (size["high"] + size["gap"])
+def test_page_maps_fit_their_width(module_page: Page, cells: int, width: int):
+    size = module_page.evaluate(
+        "([cells, width]) => lib.measures([cells], width, 300)", [cells, width]
+    )
+    map_height = -(-cells // size["columns"]) * (size["high"] + size["gap"])
     assert size["columns"] * (size["wide"] + size["gap"]) - size["gap"] <= width
-    assert high <= 300 or size["wide"] == 3
-    assert size["wide"] >= 3 and high < 420
+    assert map_height <= 300 or size["wide"] == 3
+    assert size["wide"] >= 3 and map_height < 420
     assert size["wide"] == 20 or cells > 60
 
 
 @pytest.mark.parametrize("state", ["loading", "asleep", "draining", "failed"])
-def test_an_engine_that_is_not_ready_tells_only_that(tab: Tab, stand_in: StandIn, state: str):
+def test_unready_engine_shows_only_its_state(tab: Tab, stand_in: StandIn, state: str):
     stand_in.frame = {"model": "quill", "state": state}
     expect(tab.state).to_have_text(state)
     expect(tab.page.locator("#engine")).to_have_class(re.compile("away"))
-    stand_in.frame = frame([0] * 60)
+    stand_in.frame = live_frame([0] * 60)
     expect(tab.state).to_have_text("ready")
     expect(tab.page.locator("#engine")).not_to_have_class(re.compile("away"))
 
 
-def test_a_hidden_tab_costs_nothing(tab: Tab, stand_in: StandIn):
+def test_hidden_tab_stops_live_updates(tab: Tab, stand_in: StandIn):
     hide = """hidden => { Object.defineProperty(document, "hidden", {configurable: true, get: () => hidden});
         document.dispatchEvent(new Event("visibilitychange")) }"""
     tab.page.evaluate(hide, True)
-    before = len(stand_in.watched)
-    stand_in.frame = frame([0] * 60, rates={"generation": 999.0, "prompt": 0.0})
+    num_events_before = len(stand_in.watched)
+    stand_in.frame = live_frame([0] * 60, rates={"generation": 999.0, "prompt": 0.0})
     tab.page.wait_for_timeout(600)
-    assert tab.page.locator("#generation").inner_text() == "813" and len(stand_in.watched) == before
+    assert (
+        tab.page.locator("#generation").inner_text() == "813"
+        and len(stand_in.watched) == num_events_before
+    )
     tab.page.evaluate(hide, False)
     expect(tab.page.locator("#generation")).to_have_text("999")
 
 
-# The whole
+# The whole page
 
 
-def test_nothing_else_is_loaded_or_allowed(tab: Tab, url: str):
+def test_content_security_policy_allows_only_own_resources(tab: Tab, url: str):
     page = tab.page
-    allowed = page.request.get(url).headers["content-security-policy"]
-    assert "default-src 'self'" in allowed and "unsafe" not in allowed
+    policy = page.request.get(url).headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "unsafe" not in policy
     html = page.request.get(url).text()
     assert not re.search(r"\sstyle=|\son\w+=|<script>|<style|https?:(?!//www.w3.org)", html)
     broken = page.evaluate("fetch('https://site.example/').then(() => null, (error) => error.name)")
@@ -1241,7 +1310,7 @@ def test_themes(context: BrowserContext, url: str, stand_in: StandIn, scheme: An
     page.emulate_media(color_scheme=scheme)
     tab = Tab(page, url)
     expect(tab.state).to_have_attribute("data-state", "ready")
-    paper = """() => { const context = new OffscreenCanvas(1, 1).getContext("2d");
+    background_script = """() => { const context = new OffscreenCanvas(1, 1).getContext("2d");
         context.fillStyle = getComputedStyle(document.body).backgroundColor; context.fillRect(0, 0, 1, 1);
         return context.getImageData(0, 0, 1, 1).data[1] }"""
     until(
@@ -1249,13 +1318,13 @@ def test_themes(context: BrowserContext, url: str, stand_in: StandIn, scheme: An
         page,
         "the canvas has other colours than the page",
     )
-    light = page.evaluate(paper) > 128
+    light = page.evaluate(background_script) > 128
     assert light == (scheme == "light")
     page.click("#theme")
-    assert (page.evaluate(paper) > 128) != light
+    assert (page.evaluate(background_script) > 128) != light
     until(lambda: tab.pixel(10, 10) == tab.swatch("free"), page, "the canvas kept its colours")
     page.reload()
-    assert (page.evaluate(paper) > 128) != light
+    assert (page.evaluate(background_script) > 128) != light
     tab.check(False)
 
 
@@ -1279,16 +1348,18 @@ def test_text_has_contrast(context: BrowserContext, url: str, scheme: Any):
                 found.push([over, under, (a + 0.05) / (b + 0.05)]);
             }
         return found }"""
-    for over, under, contrast in page.evaluate(script):
-        assert contrast >= (3 if over in ("focus", "edge") else 4.5), (over, under, contrast)
+    for foreground, background, contrast in page.evaluate(script):
+        assert contrast >= (3 if foreground in ("focus", "edge") else 4.5), (
+            foreground,
+            background,
+            contrast,
+        )
 
 
-def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(
-    browser: Browser, url: str, stand_in: StandIn
-):
-    stand_in.frame = frame(
+def test_phone_layout_has_a_tab_for_the_engine(browser: Browser, url: str, stand_in: StandIn):
+    stand_in.frame = live_frame(
         [1, *[0] * 4095],
-        tuple(run(number) for number in range(1, 30)),
+        tuple(running_request(number) for number in range(1, 30)),
         num_waiting=40,
         waiting=[{"id": f"w{i}", "prompt": 900} for i in range(12)],
     )
@@ -1303,28 +1374,28 @@ def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(
     tab = Tab(context.new_page(), url)
     page = tab.page
 
-    def straight() -> bool:
-        wide = (
+    def fits_the_screen() -> bool:
+        elements = (
             "[document.documentElement, ...document.querySelectorAll('#log, #engine, .bar, "
             ".composer')]"
         )
         return page.evaluate(
-            f"{wide}.every((e) => e.scrollWidth <= Math.max(e.clientWidth, 0)) && innerWidth "
+            f"{elements}.every((e) => e.scrollWidth <= Math.max(e.clientWidth, 0)) && innerWidth "
             "=== 375"
         )
 
     expect(page.locator("#engine")).to_be_hidden()
     tab.ask("Hello")
     tab.ended()
-    assert straight()
+    assert fits_the_screen()
     page.tap("#probabilities")
-    assert straight()
+    assert fits_the_screen()
     page.locator(".token").first.tap()
     expect(page.locator("#card")).to_be_visible()
-    assert straight()
+    assert fits_the_screen()
     page.tap("#settings")
     expect(page.locator("#drawer")).to_be_visible()
-    assert straight()
+    assert fits_the_screen()
     page.get_by_role("button", name="Close").tap()
     page.tap("#tab-engine")
     expect(page.locator("#engine")).to_be_visible()
@@ -1334,16 +1405,17 @@ def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(
         page,
         "no map",
     )
-    assert straight()
+    assert fits_the_screen()
     page.tap("#tab-chat")
     expect(page.locator("#prompt")).to_be_visible()
     tab.check(False)
     context.close()
 
 
-def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
-    page, press = tab.page, tab.page.keyboard.press
-    stand_in.frame = frame([1, -1, *[0] * 58], (run(1),))
+def test_keyboard_reaches_every_control(tab: Tab, stand_in: StandIn):
+    page = tab.page
+    press = page.keyboard.press
+    stand_in.frame = live_frame([1, -1, *[0] * 58], (running_request(1),))
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")
     press("Shift+Enter")
@@ -1372,7 +1444,7 @@ def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
     press("s")
     expect(page.locator("#drawer")).to_be_visible()
     press("Tab")
-    page.keyboard.type("p?n")  # the system prompt, and no shortcut
+    page.keyboard.type("p?n")  # typed into the system prompt, not a shortcut
     expect(page.locator("#set-system")).to_have_value("p?n")
     press("Escape")
     press("?")
@@ -1387,7 +1459,7 @@ def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("/")
     expect(page.locator("#prompt")).to_have_value("/")
-    reached: set[str] = set()
+    reached_controls: set[str] = set()
     for _ in range(60):
         press("Tab")
         name, ring = page.evaluate(
@@ -1395,20 +1467,28 @@ def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
             "getComputedStyle(element).outlineStyle])(document.activeElement, "
             "document.activeElement)"
         )
-        reached.add(name)
-        # the composer's border is the prompt's ring
+        reached_controls.add(name)
+        # the prompt's focus ring is the composer's border
         assert ring != "none" or name in ("body", "prompt"), name
-    assert {"settings", "probabilities", "new", "theme", "help", "prompt", "send"} <= reached
+    assert {
+        "settings",
+        "probabilities",
+        "new",
+        "theme",
+        "help",
+        "prompt",
+        "send",
+    } <= reached_controls
 
 
-def test_every_control_has_a_name(tab: Tab):
+def test_every_control_has_an_accessible_name(tab: Tab):
     script = """() => [...document.querySelectorAll("button, input, select, textarea, canvas, dialog")]
         .filter((e) => !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.hasAttribute("aria-labelledby")))
         .map((e) => e.outerHTML)"""
     assert tab.page.evaluate(script) == []
 
 
-def test_copy(tab: Tab):
+def test_copy_button_copies_the_answer(tab: Tab):
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.ask("Hello")
     tab.ended()
@@ -1417,7 +1497,7 @@ def test_copy(tab: Tab):
     assert tab.page.evaluate("navigator.clipboard.readText()") == STORY
 
 
-def test_the_view_follows_the_answer_unless_it_is_scrolled(tab: Tab, stand_in: StandIn):
+def test_view_follows_the_answer_unless_scrolled(tab: Tab, stand_in: StandIn):
     page = tab.page
     lines = list(words("\n\n".join(f"line {i}" for i in range(60))))
     stand_in.answers["Hello"] = [*lines, 1.0, *words("\n\nmore\n\nand more"), "stop"]
@@ -1427,7 +1507,7 @@ def test_the_view_follows_the_answer_unless_it_is_scrolled(tab: Tab, stand_in: S
     )
     tab.ask("Hello")
     expect(page.locator(".answer")).to_contain_text("line 59")
-    until(lambda: page.evaluate(gap) < 2, page, "the end is out of sight")
+    until(lambda: page.evaluate(gap) < 2, page, "the end is not visible")
     page.locator("#log").evaluate("log => (log.scrollTop = 0)")
     expect(page.locator("#latest")).to_be_visible()
     tab.ended()

@@ -1,4 +1,6 @@
-"""The page on the server that it belongs to: a chat streams, pages light up and are free again."""
+"""The web page with a real server: a chat streams, and its cache pages show as running, then as
+cached.
+"""
 
 import re
 
@@ -21,8 +23,8 @@ def server():
         yield state
 
 
-def counts(tab: Tab) -> dict[str, int]:
-    """What the legend says of the pages."""
+def page_counts(tab: Tab) -> dict[str, int]:
+    """Page counts by state, from the legend."""
     text = tab.page.locator("#legend").inner_text()
     return {
         name: int(count.replace(",", ""))
@@ -30,32 +32,38 @@ def counts(tab: Tab) -> dict[str, int]:
     }
 
 
-def test_a_chat_and_the_engine_beside_it(server):
+def test_chat_updates_page_map(server):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:
             tab = Tab(browser.new_page(), server.url)
             expect(tab.state).to_have_attribute("data-state", "ready")
             total = sum(group.num_pages - 1 for group in server.engine.tables[0].pools)
-            until(lambda: counts(tab).get("free") == total, tab.page, "every page is free at first")
+            until(
+                lambda: page_counts(tab).get("free") == total,
+                tab.page,
+                "not every page is free initially",
+            )
             tab.ask("Write a short story about a dog.")
             until(
-                lambda: counts(tab)["running"] + counts(tab)["yours"] > 0,
+                lambda: page_counts(tab)["running"] + page_counts(tab)["yours"] > 0,
                 tab.page,
-                "pages light up",
+                "no page shows as running",
             )
             tab.ended()
             assert len(tab.answer().split()) > 30
             until(
-                lambda: counts(tab)["running"] + counts(tab)["yours"] == 0, tab.page, "and are left"
+                lambda: page_counts(tab)["running"] + page_counts(tab)["yours"] == 0,
+                tab.page,
+                "pages still show as running",
             )
-            assert counts(tab)["cached"] > 0 and sum(counts(tab).values()) == total
+            assert page_counts(tab)["cached"] > 0 and sum(page_counts(tab).values()) == total
             tab.check(loud=False)
         finally:
             browser.close()
 
 
-def test_an_answer_that_was_given_before_is_drafted():
+def test_repeated_answer_is_drafted():
     config = {"method": "suffix", "num_speculative_tokens": 4}
     engine = make_engine(
         make_options(None, max_num_seqs=2, kv_cache_memory_bytes=4 << 20, speculative_config=config)
@@ -71,8 +79,8 @@ def test_an_answer_that_was_given_before_is_drafted():
             tab.page.get_by_role("button", name="Regenerate").click()
             tab.ended()
             drafted = tab.page.locator(".answer").last.locator(".token.drafted")
-            counted = tab.page.locator(".answer .stats .drafted b").last.inner_text()
-            assert 0 < drafted.count() <= int(counted)
+            num_drafted = tab.page.locator(".answer .stats .drafted b").last.inner_text()
+            assert 0 < drafted.count() <= int(num_drafted)
             expect(tab.page.locator("#drafts-share")).to_have_text(re.compile(r"\d+ %"))
             tab.check(loud=False)
         finally:

@@ -1,5 +1,5 @@
-"""Parsers of answers: whatever the slices, the same pieces; arguments as they were written; nothing
-lost.
+"""Parsers of model answers: results do not depend on slicing, arguments stay as written, and no
+text is lost.
 """
 
 import json
@@ -33,20 +33,20 @@ PARSERS = {
     "deepseek_r1": partial(parsing.make_parser, "mistral", "deepseek_r1", {}),
     "no tools": partial(parsing.make_parser, "hermes", "qwen3", None),
 }
-HEAD = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+HARMONY_CALL_HEAD = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 
 
 @dataclass(frozen=True)
-class Words:
+class TextPart:
     """A part of an answer that is text."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A part of an answer that is a call: its arguments stand from `start` on, a closing marker
-    from `end` on.
+class CallPart:
+    """A part of an answer that is a call. `start` is the offset of its arguments, `end` that of its
+    closing marker.
     """
 
     text: str
@@ -58,14 +58,14 @@ class Wanted:
 
 @dataclass
 class Result:
-    """What the pieces come to, without the ids, which are random."""
+    """The joined pieces without call ids, which are random."""
 
-    said: str
-    thought: str
+    content: str
+    reasoning: str
     calls: list[tuple[str, str]]
 
 
-def joined(pieces) -> Result:
+def join_pieces(pieces) -> Result:
     result = Result("", "", [])
     for piece in pieces:
         if isinstance(piece, CallStart):
@@ -76,81 +76,84 @@ def joined(pieces) -> Result:
             result.calls[-1] = (result.calls[-1][0], result.calls[-1][1] + piece.text)
         elif isinstance(piece, Said):
             assert piece.text
-            result.said += piece.text
+            result.content += piece.text
         else:
             assert isinstance(piece, Thought) and piece.text
-            result.thought += piece.text
+            result.reasoning += piece.text
     return result
 
 
-def read(make, *slices: str) -> Result:
+def parse_slices(make, *slices: str) -> Result:
     parser = make()
-    pieces = [piece for part in slices for piece in parser.push(part)]
+    pieces = [piece for slice_ in slices for piece in parser.push(slice_)]
     pieces += parser.finish()
     for reader in getattr(parser, "parsers", [parser]):
-        assert next(reader._steps, "done") == "done"  # none waits for more
-    return joined(pieces)
+        assert next(reader._steps, "done") == "done"  # no parser expects more text
+    return join_pieces(pieces)
 
 
-def expected(parts: list[Words | Wanted], length: int) -> Result:
-    """What the first characters of an answer come to, known from how it was made."""
-    said = ""  # the tail is the text since the last call
+def expected_result_at(answer_parts: list[TextPart | CallPart], length: int) -> Result:
+    """The result of an answer's first `length` characters, computed from its parts."""
+    content = ""
     tail = ""
     calls = []
-    for part in parts:
-        text = part.text[:length]
+    for answer_part in answer_parts:
+        text = answer_part.text[:length]
         length -= len(text)
-        if isinstance(part, Words) or len(text) <= part.start:
+        if isinstance(answer_part, TextPart) or len(text) <= answer_part.start:
             tail += text
         else:
-            calls.append((part.name, part.arguments[: len(text) - part.start]))
-            said = said + tail.rstrip()
-            tail = text[part.end :] if len(text) < len(part.text) else ""
-    return Result(said + tail if tail.strip() or not calls else said, "", calls)
+            calls.append((answer_part.name, answer_part.arguments[: len(text) - answer_part.start]))
+            content = content + tail.rstrip()
+            tail = text[answer_part.end :] if len(text) < len(answer_part.text) else ""
+    return Result(content + tail if tail.strip() or not calls else content, "", calls)
 
 
-def agrees_everywhere(make, parts, result=expected):
-    """One push, a push a character, every cut in two and every truncation, against how the answer
-    was made.
+def check_all_splits(make, answer_parts, result=expected_result_at):
+    """Compare with the expected result: one push, a push per character, every split in two and
+    every truncation.
     """
-    answer = "".join(part.text for part in parts)
-    whole = result(parts, len(answer))
-    assert read(make, answer) == whole
+    answer = "".join(answer_part.text for answer_part in answer_parts)
+    expected_result = result(answer_parts, len(answer))
+    assert parse_slices(make, answer) == expected_result
     parser = make()
     pieces = []
     for at, char in enumerate(answer, start=1):
         pieces += parser.push(char)
-        # Arguments come at once, and never more than the arguments.
-        assert joined(pieces).calls == result(parts, at).calls
-    assert joined(pieces + parser.finish()) == whole
+        # Arguments are sent immediately, without text that follows them.
+        assert join_pieces(pieces).calls == result(answer_parts, at).calls
+    assert join_pieces(pieces + parser.finish()) == expected_result
     for at in range(len(answer)):
-        assert read(make, answer[:at], answer[at:]) == whole
-        assert read(make, answer[:at]) == result(parts, at), answer[:at]
+        assert parse_slices(make, answer[:at], answer[at:]) == expected_result
+        assert parse_slices(make, answer[:at]) == result(answer_parts, at), answer[:at]
 
 
-spice = st.sampled_from([*MARKERS, "{", "}", '"', "\\", '\\"', "]", "<", "é", "😀", "\n", "\u2028"])
-strings = st.lists(st.text(max_size=5) | spice, max_size=4).map("".join)
-leaves = (
+marker_fragments = st.sampled_from(
+    [*MARKERS, "{", "}", '"', "\\", '\\"', "]", "<", "é", "😀", "\n", "\u2028"]
+)
+strings = st.lists(st.text(max_size=5) | marker_fragments, max_size=4).map("".join)
+json_leaves = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | strings
 )
-values = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3)
+json_values = st.recursive(
+    json_leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3),
 )
-objects = st.dictionaries(strings, values, max_size=3)
-names = st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True)
-space = st.text(" \n\t", max_size=3)
-words = (st.text(max_size=12) | space).filter(
+json_objects = st.dictionaries(strings, json_values, max_size=3)
+function_names = st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True)
+white_space = st.text(" \n\t", max_size=3)
+plain_texts = (st.text(max_size=12) | white_space).filter(
     lambda text: not any(marker in text for marker in MARKERS)
 )
 
 
 @st.composite
-def written(draw, value) -> str:
-    """A JSON value, as one model or another would write it."""
+def written_json(draw, value) -> str:
+    """A JSON value in one of the styles in which models write it."""
     separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", "\t: ")]))
     indent = draw(st.sampled_from([None, None, 1]))
     return json.dumps(value, ensure_ascii=draw(st.booleans()), separators=separators, indent=indent)
@@ -158,168 +161,212 @@ def written(draw, value) -> str:
 
 @st.composite
 def call_object(
-    draw, before: str = "", after: str = "", key: str = "arguments", late_name: bool = False
-) -> Wanted:
-    """{"name": ..., "arguments": {...}} and more, between what the format puts round it."""
-    name = draw(names)
-    arguments = draw(written(draw(objects)))
-    others = [
-        f"{json.dumps(other)}:{draw(space)}{draw(written(value))}"
-        for other, value in draw(st.dictionaries(strings, values, max_size=2)).items()
-        if other not in ("name", "arguments", "parameters")
+    draw, prefix: str = "", suffix: str = "", key: str = "arguments", late_name: bool = False
+) -> CallPart:
+    """A call `{"name": ..., "arguments": {...}}` with further members, between the format's prefix
+    and suffix.
+    """
+    name = draw(function_names)
+    arguments = draw(written_json(draw(json_objects)))
+    other_members = [
+        f"{json.dumps(member_name)}:{draw(white_space)}{draw(written_json(value))}"
+        for member_name, value in draw(st.dictionaries(strings, json_values, max_size=2)).items()
+        if member_name not in ("name", "arguments", "parameters")
     ]
-    at = draw(st.integers(0, len(others)))
-    front = others[:at]
-    back = others[at:]
-    named = f'{draw(space)}"name"{draw(space)}:{draw(space)}{json.dumps(name)}{draw(space)}'
-    if late_name:
-        head = f"{before}{{" + "".join(f"{item}," for item in front) + f'"{key}": '
-        text = head + arguments + draw(space) + "," + ",".join([*back, named])
-        return Wanted(text + "}" + after, name, arguments, len(text) - 1, len(text) + 1)
-    head = (
-        f"{before}{{"
-        + "".join(f"{item}," for item in [*front, named])
-        + f'{draw(space)}"{key}"{draw(space)}:'
+    at = draw(st.integers(0, len(other_members)))
+    members_before_name = other_members[:at]
+    members_after_name = other_members[at:]
+    name_member = (
+        f'{draw(white_space)}"name"{draw(white_space)}:'
+        f"{draw(white_space)}{json.dumps(name)}{draw(white_space)}"
     )
-    head += draw(space)
-    text = head + arguments + draw(space) + "".join(f",{draw(space)}{item}" for item in back)
-    return Wanted(text + "}" + after, name, arguments, len(head), len(text) + 1)
-
-
-@st.composite
-def hermes(draw) -> list[Words | Wanted]:
-    before = "<tool_call>" + draw(space)
-    parts = [Words(draw(words))]
-    for _ in range(draw(st.integers(0, 2))):
-        parts += [draw(call_object(before, draw(space) + "</tool_call>")), Words(draw(words))]
-    return parts
-
-
-@st.composite
-def llama3_json(draw) -> list[Words | Wanted]:
-    parts = [Words(draw(space))]
-    for _ in range(draw(st.integers(0, 2))):
-        before = draw(st.sampled_from(["", "<|python_tag|>", "\n", " <|python_tag|>\n"]))
-        after = draw(st.sampled_from([";", "", "\n;"]))
-        parts.append(
-            draw(call_object(before, after, draw(st.sampled_from(["parameters", "arguments"]))))
+    if late_name:
+        head = f"{prefix}{{" + "".join(f"{item}," for item in members_before_name) + f'"{key}": '
+        text = (
+            head
+            + arguments
+            + draw(white_space)
+            + ","
+            + ",".join([*members_after_name, name_member])
         )
-    return [*parts, Words(draw(space) + "." + draw(words))] if draw(st.booleans()) else parts
+        return CallPart(text + "}" + suffix, name, arguments, len(text) - 1, len(text) + 1)
+    head = (
+        f"{prefix}{{"
+        + "".join(f"{item}," for item in [*members_before_name, name_member])
+        + f'{draw(white_space)}"{key}"{draw(white_space)}:'
+    )
+    head += draw(white_space)
+    text = (
+        head
+        + arguments
+        + draw(white_space)
+        + "".join(f",{draw(white_space)}{item}" for item in members_after_name)
+    )
+    return CallPart(text + "}" + suffix, name, arguments, len(head), len(text) + 1)
 
 
 @st.composite
-def mistral_list(draw) -> list[Words | Wanted]:
-    parts: list[Words | Wanted] = [Words(draw(words))]
+def hermes_answers(draw) -> list[TextPart | CallPart]:
+    prefix = "<tool_call>" + draw(white_space)
+    answer_parts = [TextPart(draw(plain_texts))]
+    for _ in range(draw(st.integers(0, 2))):
+        answer_parts += [
+            draw(call_object(prefix, draw(white_space) + "</tool_call>")),
+            TextPart(draw(plain_texts)),
+        ]
+    return answer_parts
+
+
+@st.composite
+def llama3_answers(draw) -> list[TextPart | CallPart]:
+    answer_parts = [TextPart(draw(white_space))]
+    for _ in range(draw(st.integers(0, 2))):
+        prefix = draw(st.sampled_from(["", "<|python_tag|>", "\n", " <|python_tag|>\n"]))
+        suffix = draw(st.sampled_from([";", "", "\n;"]))
+        answer_parts.append(
+            draw(call_object(prefix, suffix, draw(st.sampled_from(["parameters", "arguments"]))))
+        )
+    return (
+        [*answer_parts, TextPart(draw(white_space) + "." + draw(plain_texts))]
+        if draw(st.booleans())
+        else answer_parts
+    )
+
+
+@st.composite
+def mistral_list_answers(draw) -> list[TextPart | CallPart]:
+    answer_parts: list[TextPart | CallPart] = [TextPart(draw(plain_texts))]
     count = draw(st.integers(1, 2))
     for i in range(count):
-        before = draw(space) + "," if i else f"[TOOL_CALLS]{draw(space)}["
-        parts.append(
-            draw(call_object(before + draw(space), draw(space) + "]" if i == count - 1 else ""))
+        prefix = draw(white_space) + "," if i else f"[TOOL_CALLS]{draw(white_space)}["
+        answer_parts.append(
+            draw(
+                call_object(
+                    prefix + draw(white_space), draw(white_space) + "]" if i == count - 1 else ""
+                )
+            )
         )
-    return [*parts, Words(draw(words))]
+    return [*answer_parts, TextPart(draw(plain_texts))]
 
 
 @st.composite
-def mistral_named(draw) -> list[Words | Wanted]:
-    parts: list[Words | Wanted] = [Words(draw(words))]
+def mistral_named_answers(draw) -> list[TextPart | CallPart]:
+    answer_parts: list[TextPart | CallPart] = [TextPart(draw(plain_texts))]
     for _ in range(draw(st.integers(0, 2))):
-        name = draw(names)
-        arguments = draw(written(draw(objects)))
-        between = draw(st.sampled_from(["", "[ARGS]", "[ARGS] ", "[CALL_ID]aB3456789[ARGS]"]))
-        head = f"[TOOL_CALLS]{name}{between}"
+        name = draw(function_names)
+        arguments = draw(written_json(draw(json_objects)))
+        separator = draw(st.sampled_from(["", "[ARGS]", "[ARGS] ", "[CALL_ID]aB3456789[ARGS]"]))
+        head = f"[TOOL_CALLS]{name}{separator}"
         text = head + arguments
-        parts += [Wanted(text, name, arguments, len(head), len(text)), Words(draw(words))]
-    return parts
+        answer_parts += [
+            CallPart(text, name, arguments, len(head), len(text)),
+            TextPart(draw(plain_texts)),
+        ]
+    return answer_parts
 
 
 FORMATS = {
-    "hermes": ("hermes", hermes()),
-    "llama3_json": ("llama3_json", llama3_json()),
-    "mistral, a list": ("mistral", mistral_list()),
-    "mistral, named": ("mistral", mistral_named()),
+    "hermes": ("hermes", hermes_answers()),
+    "llama3_json": ("llama3_json", llama3_answers()),
+    "mistral, a list": ("mistral", mistral_list_answers()),
+    "mistral, named": ("mistral", mistral_named_answers()),
 }
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_come_as_written_however_the_answer_is_cut(name):
+def test_tool_calls_do_not_depend_on_slicing(name):
     parser, answers = FORMATS[name]
 
     @settings(max_examples=cases(25))
     @given(answers)
-    def check(parts):
-        assume(sum(len(part.text) for part in parts) < 500)
-        agrees_everywhere(PARSERS[parser], parts)
-        for part in parts:
-            if isinstance(part, Wanted):
-                json.loads(part.arguments)
+    def check_answer(answer_parts):
+        assume(sum(len(answer_part.text) for answer_part in answer_parts) < 500)
+        check_all_splits(PARSERS[parser], answer_parts)
+        for answer_part in answer_parts:
+            if isinstance(answer_part, CallPart):
+                json.loads(answer_part.arguments)
 
-    check()
+    check_answer()
 
 
 @settings(max_examples=cases(20))
 @given(
     st.lists(call_object("<tool_call>\n", "\n</tool_call>", late_name=True), min_size=1, max_size=2)
 )
-def test_arguments_before_the_name_wait_for_it(parts):
-    """They come with the name; a truncation before it leaves the text as it is."""
-    answer = "".join(part.text for part in parts)
-    whole = Result("", "", [(part.name, part.arguments) for part in parts])
-    assert read(PARSERS["hermes"], answer) == read(PARSERS["hermes"], *answer) == whole
+def test_arguments_before_the_name_are_held_back(answer_parts):
+    """Arguments are sent after the name; an answer truncated before the name stays text."""
+    answer = "".join(answer_part.text for answer_part in answer_parts)
+    expected_result = Result(
+        "", "", [(answer_part.name, answer_part.arguments) for answer_part in answer_parts]
+    )
+    assert (
+        parse_slices(PARSERS["hermes"], answer)
+        == parse_slices(PARSERS["hermes"], *answer)
+        == expected_result
+    )
     for at in range(len(answer)):
-        assert read(PARSERS["hermes"], answer[:at], answer[at:]) == whole
-        cut = read(PARSERS["hermes"], answer[:at])
-        assert cut.calls == whole.calls[: len(cut.calls)]
-        if at < len(parts[0].text) and not cut.calls:
-            assert cut.said == answer[:at]
+        assert parse_slices(PARSERS["hermes"], answer[:at], answer[at:]) == expected_result
+        truncated_result = parse_slices(PARSERS["hermes"], answer[:at])
+        assert truncated_result.calls == expected_result.calls[: len(truncated_result.calls)]
+        if at < len(answer_parts[0].text) and not truncated_result.calls:
+            assert truncated_result.content == answer[:at]
 
 
 @settings(max_examples=cases(30))
-@given(objects, st.booleans(), st.booleans(), st.booleans())
-def test_arguments_in_a_string_are_what_it_holds(value, inner_ascii, outer_ascii, late_name):
+@given(json_objects, st.booleans(), st.booleans(), st.booleans())
+def test_arguments_in_a_string_are_decoded(value, inner_ascii, outer_ascii, late_name):
     arguments = json.dumps(value, ensure_ascii=inner_ascii)
     pair = [('"name"', '"f"'), ('"arguments"', json.dumps(arguments, ensure_ascii=outer_ascii))]
     items = ", ".join(f"{key}: {item}" for key, item in (reversed(pair) if late_name else pair))
     answer = "<tool_call>{" + items + "}</tool_call>"
-    whole = Result("", "", [("f", arguments)])
-    assert read(PARSERS["hermes"], answer) == read(PARSERS["hermes"], *answer) == whole
+    expected_result = Result("", "", [("f", arguments)])
+    assert (
+        parse_slices(PARSERS["hermes"], answer)
+        == parse_slices(PARSERS["hermes"], *answer)
+        == expected_result
+    )
     for at in range(len(answer)):
-        assert read(PARSERS["hermes"], answer[:at], answer[at:]) == whole
-        for _, so_far in read(PARSERS["hermes"], answer[:at]).calls:
+        assert parse_slices(PARSERS["hermes"], answer[:at], answer[at:]) == expected_result
+        for _, so_far in parse_slices(PARSERS["hermes"], answer[:at]).calls:
             assert arguments.startswith(so_far)
 
 
 @dataclass(frozen=True)
 class Message:
-    """One of harmony: its header, what it is and what it says, and its end."""
+    """A harmony message: header, kind, body and end marker."""
 
     head: str
-    kind: str  # said, thought, or the name of a function
+    kind: str  # "said", "thought", or a function's name
     body: str
     end: str
 
 
 @st.composite
-def harmony(draw) -> list[Message]:
+def harmony_messages(draw) -> list[Message]:
     messages = []
     count = draw(st.integers(1, 3))
     for i in range(count):
         kind = draw(st.sampled_from(["said", "thought", "call"]))
-        body = draw(written(draw(objects))) if kind == "call" else draw(words).strip() or "x"
+        body = (
+            draw(written_json(draw(json_objects)))
+            if kind == "call"
+            else draw(plain_texts).strip() or "x"
+        )
         head = "<|start|>assistant" if i else ""
         end = "<|end|>"
         if kind == "call":
-            kind = draw(names)
+            kind = draw(function_names)
             assume(kind not in ("said", "thought"))
-            to = f"to=functions.{kind}"
-            between = draw(st.sampled_from([" ", ""]))
+            recipient = f"to=functions.{kind}"
+            separator = draw(st.sampled_from([" ", ""]))
             end = "<|call|>"
             head += draw(
                 st.sampled_from(
                     [
-                        f"<|channel|>commentary {to} <|constrain|>json<|message|>",
-                        f"<|channel|>analysis {to} code<|message|>{between}",
-                        f" {to}<|channel|>commentary{between}<|constrain|>json<|message|>",
+                        f"<|channel|>commentary {recipient} <|constrain|>json<|message|>",
+                        f"<|channel|>analysis {recipient} code<|message|>{separator}",
+                        f" {recipient}<|channel|>commentary{separator}<|constrain|>json<|message|>",
                     ]
                 )
             )
@@ -334,9 +381,9 @@ def harmony(draw) -> list[Message]:
     return messages
 
 
-def harmony_expected(messages: list[Message], length: int) -> Result:
+def expected_harmony_result(messages: list[Message], length: int) -> Result:
     result = Result("", "", [])
-    texts = []
+    typed_texts = []
     for message in messages:
         head = message.head[:length]
         body = message.body
@@ -345,50 +392,52 @@ def harmony_expected(messages: list[Message], length: int) -> Result:
         end = end[: max(0, length - len(head) - len(body))]
         length -= len(head) + len(body) + len(end)
         if message.kind not in ("said", "thought"):
-            texts.append(("said", head if not body else "" if end == message.end else end))
+            typed_texts.append(("said", head if not body else "" if end == message.end else end))
             result.calls += [(message.kind, body)] if body else []
         elif head != message.head:
-            texts.append(("said", head))
+            typed_texts.append(("said", head))
         else:
-            texts.append((message.kind, body if end == message.end else body + end))
-    result.said = "".join(text for kind, text in texts if kind == "said")
-    result.thought = "".join(text for kind, text in texts if kind == "thought")
+            typed_texts.append((message.kind, body if end == message.end else body + end))
+    result.content = "".join(text for kind, text in typed_texts if kind == "said")
+    result.reasoning = "".join(text for kind, text in typed_texts if kind == "thought")
     return result
 
 
 @settings(max_examples=cases(25))
-@given(harmony())
-def test_harmony_comes_as_written_however_the_answer_is_cut(messages):
-    parts = [Words(message.head + message.body + message.end) for message in messages]
-    agrees_everywhere(
-        PARSERS["openai"], parts, lambda _, length: harmony_expected(messages, length)
+@given(harmony_messages())
+def test_harmony_does_not_depend_on_slicing(messages):
+    answer_parts = [TextPart(message.head + message.body + message.end) for message in messages]
+    check_all_splits(
+        PARSERS["openai"], answer_parts, lambda _, length: expected_harmony_result(messages, length)
     )
 
 
 @settings(max_examples=cases(25))
-@given(words, hermes(), st.booleans(), space)
-def test_thoughts_come_before_the_rest(thought, parts, opened, gap):
-    """White space beside the tags is dropped; the rest is read as if it stood alone."""
-    thought = thought.strip()
-    answer = "".join(part.text for part in parts).lstrip()
+@given(plain_texts, hermes_answers(), st.booleans(), white_space)
+def test_reasoning_precedes_the_answer(reasoning, answer_parts, prompt_opens_reasoning, gap):
+    """White space beside the tags is dropped; the remaining text is parsed as without reasoning."""
+    reasoning = reasoning.strip()
+    answer = "".join(answer_part.text for answer_part in answer_parts).lstrip()
     assume(not answer.startswith("<think"))
-    rest = read(PARSERS["hermes"], answer)
-    make = partial(parsing.make_parser, "hermes", "qwen3", {}, opened)
-    text = ("" if opened else f"{gap}<think>{gap}") + f"{thought}{gap}</think>{gap}{answer}"
-    whole = Result(rest.said, thought, rest.calls)
-    assert read(make, text) == read(make, *text) == whole
+    answer_result = parse_slices(PARSERS["hermes"], answer)
+    make = partial(parsing.make_parser, "hermes", "qwen3", {}, prompt_opens_reasoning)
+    text = (
+        "" if prompt_opens_reasoning else f"{gap}<think>{gap}"
+    ) + f"{reasoning}{gap}</think>{gap}{answer}"
+    expected_result = Result(answer_result.content, reasoning, answer_result.calls)
+    assert parse_slices(make, text) == parse_slices(make, *text) == expected_result
     for at in range(len(text)):
-        assert read(make, text[:at], text[at:]) == whole
-        cut = read(make, text[:at])
-        assert thought.startswith(cut.thought.rstrip()) or "</think>".startswith(
-            cut.thought[len(thought) :].strip()
+        assert parse_slices(make, text[:at], text[at:]) == expected_result
+        truncated_result = parse_slices(make, text[:at])
+        assert reasoning.startswith(truncated_result.reasoning.rstrip()) or "</think>".startswith(
+            truncated_result.reasoning[len(reasoning) :].strip()
         )
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("name", PARSERS)
-def test_any_text_is_read_the_same_however_it_is_cut(name):
-    """Markers in any order, JSON or none: no error, and one result."""
+def test_arbitrary_markers_do_not_depend_on_slicing(name):
+    """Markers in any order, with or without valid JSON, raise no error and give one result."""
     pieces_of_json = [
         '{"name": "f", "arguments": {"a": 1',
         '{"name": "f"',
@@ -398,7 +447,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(name):
         ",",
         ":",
     ]
-    others = [
+    other_texts = [
         "functions.f",
         "to=functions.g",
         "analysis",
@@ -413,45 +462,55 @@ def test_any_text_is_read_the_same_however_it_is_cut(name):
     @settings(max_examples=cases(100))
     @given(
         st.lists(
-            st.sampled_from([*MARKERS, *pieces_of_json, *others]) | spice | st.text(max_size=4),
+            st.sampled_from([*MARKERS, *pieces_of_json, *other_texts])
+            | marker_fragments
+            | st.text(max_size=4),
             max_size=12,
         )
     )
-    def check(parts):
-        text = "".join(parts)
-        whole = read(PARSERS[name], text)
-        assert read(PARSERS[name], *text) == read(PARSERS[name], *parts) == whole
+    def check_slices(slices):
+        text = "".join(slices)
+        expected_result = parse_slices(PARSERS[name], text)
+        assert (
+            parse_slices(PARSERS[name], *text)
+            == parse_slices(PARSERS[name], *slices)
+            == expected_result
+        )
         for at in range(len(text)):
-            assert read(PARSERS[name], text[:at], text[at:]) == whole
-            read(PARSERS[name], text[:at])
+            assert parse_slices(PARSERS[name], text[:at], text[at:]) == expected_result
+            parse_slices(PARSERS[name], text[:at])
 
-    check()
+    check_slices()
 
 
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=st.text())
-def test_text_without_markers_is_text(name, text):
+def test_text_without_markers_is_content(name, text):
     assume(not any(marker in text for marker in MARKERS))
-    thinks = name == "deepseek_r1"
-    whole = Result("" if thinks else text, text if thinks else "", [])
-    assert read(PARSERS[name], text) == read(PARSERS[name], *text) == whole
+    starts_with_reasoning = name == "deepseek_r1"
+    expected_result = Result(
+        "" if starts_with_reasoning else text, text if starts_with_reasoning else "", []
+    )
+    assert (
+        parse_slices(PARSERS[name], text) == parse_slices(PARSERS[name], *text) == expected_result
+    )
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_text_is_not_held_back(name):
-    """A character that is neither white space nor the head of a marker comes at once."""
+def test_text_is_streamed_immediately(name):
+    """A character is sent at once unless it is white space or may begin a marker."""
     parser = PARSERS[name]()
     text = "Well: f(x) < 3 [sic], {a}. <|x|> </thin> <tool>"
     so_far = ""
     for at, char in enumerate(text, start=1):
-        result = joined(parser.push(char))
-        so_far += result.said + result.thought
+        result = join_pieces(parser.push(char))
+        so_far += result.content + result.reasoning
         assert so_far == text[:at] or not char.isalnum() or text[:at].rpartition(" ")[2][:1] == "<"
-    result = joined(parser.finish())
-    assert so_far + result.said + result.thought == text
+    result = join_pieces(parser.finish())
+    assert so_far + result.content + result.reasoning == text
 
 
-BROKEN = {  # parser, answer: content, calls
+MALFORMED_ANSWERS = {  # (parser, answer): (content, calls)
     ("hermes", "<tool_call>no JSON</tool_call>"): ("<tool_call>no JSON</tool_call>", []),
     ("hermes", 'a <tool_call>\n{"arguments": {}}\n</tool_call> '): (
         'a <tool_call>\n{"arguments": {}}\n</tool_call> ',
@@ -504,7 +563,7 @@ BROKEN = {  # parser, answer: content, calls
         None,
         [("f", "{}")],
     ),
-    # What breaks after the call began ends it there.
+    # A malformed rest ends a call that has begun.
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": </tool_call>b'): (
         "b",
         [("f", '{"a": ')],
@@ -555,9 +614,12 @@ BROKEN = {  # parser, answer: content, calls
         "<|channel|>final<|message|>a<|end|> \n<|start|>assistant<|channel|>final<|message|>b",
     ): ("ab", []),
     ("openai", "<|channel|>final<|message|>a<|channel|>commentary<|message|>b"): ("ab", []),
-    ("openai", HEAD + "<|call|>"): (None, [("f", "{}")]),
-    ("openai", HEAD + "12<|call|>"): (HEAD + "12", []),
-    ("openai", HEAD + '{"a": "<|call|>"} x<|call|>y'): (" xy", [("f", '{"a": "<|call|>"}')]),
+    ("openai", HARMONY_CALL_HEAD + "<|call|>"): (None, [("f", "{}")]),
+    ("openai", HARMONY_CALL_HEAD + "12<|call|>"): (HARMONY_CALL_HEAD + "12", []),
+    ("openai", HARMONY_CALL_HEAD + '{"a": "<|call|>"} x<|call|>y'): (
+        " xy",
+        [("f", '{"a": "<|call|>"}')],
+    ),
     ("openai", "<|channel|>commentary to=python code<|message|>1 + 1<|call|>"): ("1 + 1", []),
     ("openai", "to=func and so on"): ("to=func and so on", []),
     ("qwen3", "See <think>a</think>"): ("See <think>a</think>", []),
@@ -570,21 +632,21 @@ BROKEN = {  # parser, answer: content, calls
 }
 
 
-@pytest.mark.parametrize(("name", "answer"), BROKEN)
-def test_what_is_no_call_is_text_and_what_breaks_ends_the_call(name, answer):
-    content, calls = BROKEN[name, answer]
+@pytest.mark.parametrize(("name", "answer"), MALFORMED_ANSWERS)
+def test_malformed_calls_become_text_or_end_early(name, answer):
+    content, calls = MALFORMED_ANSWERS[name, answer]
     for slices in [(answer,), tuple(answer)]:
-        assert read(PARSERS[name], *slices) == Result(content or "", "", calls)
+        assert parse_slices(PARSERS[name], *slices) == Result(content or "", "", calls)
 
 
-def test_a_thought_may_begin_like_a_tag():
+def test_reasoning_may_start_like_a_tag():
     answer = "</thx> <think> is\n</think> b"
     for slices in [(answer,), tuple(answer)]:
-        assert read(PARSERS["deepseek_r1"], *slices) == Result("b", "</thx> <think> is", [])
+        assert parse_slices(PARSERS["deepseek_r1"], *slices) == Result("b", "</thx> <think> is", [])
 
 
-def test_half_a_character_in_a_string_stays_an_escape():
-    """UTF-8 could not carry it; JSON can."""
+def test_lone_surrogate_stays_an_escape():
+    """JSON can represent a lone surrogate, UTF-8 cannot."""
     for escapes, text in {
         "\\ud83d": "\\ud83d",
         "\\ude00": "\\ude00",
@@ -599,17 +661,21 @@ def test_half_a_character_in_a_string_stays_an_escape():
         ]:
             answer = "<tool_call>{" + items + "}"
             for slices in [(answer,), tuple(answer)]:
-                assert read(PARSERS["hermes"], *slices).calls == [("f", text)]
+                assert parse_slices(PARSERS["hermes"], *slices).calls == [("f", text)]
 
 
-def test_harmony_without_tools_and_within_a_thought():
-    answer = HEAD + "{}<|call|>"
-    assert read(partial(parsing.make_parser, "openai", None, None), answer) == Result("{}", "", [])
-    inside = partial(parsing.make_parser, None, "openai_gptoss", {}, True)
-    assert read(inside, "hm<|end|><|start|>assistant" + answer) == Result("", "hm", [("f", "{}")])
+def test_harmony_without_tools_or_inside_reasoning():
+    answer = HARMONY_CALL_HEAD + "{}<|call|>"
+    assert parse_slices(partial(parsing.make_parser, "openai", None, None), answer) == Result(
+        "{}", "", []
+    )
+    make_in_reasoning = partial(parsing.make_parser, None, "openai_gptoss", {}, True)
+    assert parse_slices(make_in_reasoning, "hm<|end|><|start|>assistant" + answer) == Result(
+        "", "hm", [("f", "{}")]
+    )
 
 
-LONG = {
+LONG_ANSWERS = {
     "arguments": (
         "hermes",
         '<tool_call>{"name":"f","arguments":{"a":"' + "x" * 10**6 + '"}}</tool_call>',
@@ -629,13 +695,13 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", LONG_ANSWERS)
 @pytest.mark.slow
-def test_a_long_answer_takes_time_in_proportion(name):
-    """Half a million characters, one by one, cost each about what they do in short answers."""
-    parser, answer = LONG[name]
+def test_parse_time_is_linear_in_answer_length(name):
+    """Half a million single characters cost about as much per character as a short answer."""
+    parser, answer = LONG_ANSWERS[name]
 
-    def seconds(answer: str) -> float:
+    def parse_seconds(answer: str) -> float:
         reader = PARSERS[parser]()
         start = time.process_time()
         for char in answer:
@@ -643,12 +709,17 @@ def test_a_long_answer_takes_time_in_proportion(name):
         reader.finish()
         return time.process_time() - start
 
-    short = len(answer) // 20
-    assert seconds(answer) < 4 * 20 * sum(seconds(answer[:short]) for _ in range(4)) / 4
+    short_length = len(answer) // 20
+    assert (
+        parse_seconds(answer)
+        < 4 * 20 * sum(parse_seconds(answer[:short_length]) for _ in range(4)) / 4
+    )
 
 
-def test_ids():
-    """Mistral's templates take nine letters and digits; what the model gives is kept."""
+def test_call_ids():
+    """Mistral's templates need ids of nine letters and digits; ids that the model writes are
+    kept.
+    """
     for make, answer in [
         (PARSERS["mistral"], "[TOOL_CALLS]f{}[TOOL_CALLS]g{}"),
         (PARSERS["mistral"], '[TOOL_CALLS][{"name": "f"}, {"name": "g"}]'),
@@ -656,7 +727,7 @@ def test_ids():
     ]:
         ids = [piece.id for piece in make().push(answer) if isinstance(piece, CallStart)]
         assert len(set(ids)) == 2 and all(
-            len(each) == 9 and each.isascii() and each.isalnum() for each in ids
+            len(call_id) == 9 and call_id.isascii() and call_id.isalnum() for call_id in ids
         )
     call = PARSERS["mistral"]().push("[TOOL_CALLS]f[CALL_ID]aB3456789[ARGS]{}")[0]
     assert call == CallStart(0, "aB3456789", "f")
@@ -665,10 +736,10 @@ def test_ids():
         for piece in PARSERS["hermes"]().push('<tool_call>{"name":"f"}' * 2)
         if isinstance(piece, CallStart)
     ]
-    assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
+    assert len(set(ids)) == 2 and all(call_id.startswith("call_") for call_id in ids)
 
 
-def test_collect():
+def test_collect_pieces():
     assert collect([]) == (None, None, [])
     pieces = [
         Thought("h"),
@@ -686,14 +757,17 @@ def test_collect():
 
 
 def test_which_parsers_keep_special_tokens():
-    keeps = {name: make().keeps_special for name, make in PARSERS.items()}
-    assert [name for name, kept in keeps.items() if not kept] == ["plain", "no tools"]
+    keeps_special_tokens = {name: make().keeps_special for name, make in PARSERS.items()}
+    assert [name for name, is_keeping in keeps_special_tokens.items() if not is_keeping] == [
+        "plain",
+        "no tools",
+    ]
     assert not parsing.make_parser("mistral", "qwen3", None).keeps_special
     assert parsing.make_parser("openai", None, None).keeps_special
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
+    ("template", "parser_names"),
     {
         "{{ message.content }}": (None, None),
         "<tool_call>\n{{ call }}\n</tool_call>": ("hermes", None),
@@ -707,12 +781,12 @@ def test_which_parsers_keep_special_tokens():
         "<think>\n": (None, "qwen3"),
     }.items(),
 )
-def test_detect(template, found):
-    assert parsing.detect(template) == found
-    parsing.make_parser(*found, tools={})
+def test_detect_parsers_from_template(template, parser_names):
+    assert parsing.detect(template) == parser_names
+    parsing.make_parser(*parser_names, tools={})
 
 
-def test_a_prompt_that_opens_the_thought():
+def test_prompt_opens_reasoning():
     assert parsing.opens_thought("<|im_start|>assistant\n<think>\n")
     assert not parsing.opens_thought("<think>\n\n</think>\n\n")
 
@@ -722,21 +796,21 @@ def test_a_prompt_that_opens_the_thought():
     [(name, None) for name in parsing.TOOL_PARSERS]
     + [(None, name) for name in parsing.REASONING_PARSERS],
 )
-def test_every_name_makes_a_parser(pair):
-    begins_within = pair[1] in ("deepseek_r1", "minimax_m2", "olmo3", "step3", "step3p5")
-    said = (
+def test_every_parser_name_is_constructible(pair):
+    starts_with_reasoning = pair[1] in ("deepseek_r1", "minimax_m2", "olmo3", "step3", "step3p5")
+    content = (
         "<think>Hello!"
         if pair[1] == "minimax_m2_append_think"
         else ""
-        if begins_within
+        if starts_with_reasoning
         else "Hello!"
     )
-    assert read(partial(parsing.make_parser, *pair, {}), "Hello!") == Result(
-        said, "Hello!" if begins_within else "", []
+    assert parse_slices(partial(parsing.make_parser, *pair, {}), "Hello!") == Result(
+        content, "Hello!" if starts_with_reasoning else "", []
     )
 
 
-def test_unknown_names_are_refused():
+def test_unknown_parser_names_are_rejected():
     with pytest.raises(
         ValueError, match=r"tool parser is 'x'; it can be apertus, cohere_command3, deep"
     ):
@@ -750,30 +824,33 @@ def test_unknown_names_are_refused():
             parsing.make_parser(*pair, {})
 
 
-@pytest.mark.parametrize("each", [1, 3, 1000])
-def test_calls_of_tools_that_take_a_text(each):
-    """It comes whole, as its text; one that breaks its form is text, and the calls after it have
-    its number.
+@pytest.mark.parametrize("slice_length", [1, 3, 1000])
+def test_custom_tool_calls_are_parsed_whole(slice_length):
+    """A custom call's input is sent whole. An input that violates the tool's format becomes text,
+    and the following calls take over its index.
     """
 
-    def read(answer: str, bare: bool = False) -> list:
-        inner = Forced("sums") if bare else parsing.make_parser("hermes", None, {})
-        parser = CustomCalls(inner, "input", {"sums": str.isdigit}, bare)
+    def parse_calls(answer: str, is_forced: bool = False) -> list:
+        inner = Forced("sums") if is_forced else parsing.make_parser("hermes", None, {})
+        parser = CustomCalls(inner, "input", {"sums": str.isdigit}, is_forced)
         pieces = [
             piece
-            for at in range(0, len(answer), each)
-            for piece in parser.push(answer[at : at + each])
+            for at in range(0, len(answer), slice_length)
+            for piece in parser.push(answer[at : at + slice_length])
         ]
         content, _, calls = collect([*pieces, *parser.finish()])
         return [content, *((call.name, call.arguments) for call in calls)]
 
-    def call(name: str, **arguments: object) -> str:
+    def tool_call_text(name: str, **arguments: object) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
-    assert read("So " + call("sums", input="12")) == ["So", ("sums", "12")]
-    mixed = (
-        call("sums", input="x") + call("f", a=1) + call("sums", input="7") + call("sums", text="7")
+    assert parse_calls("So " + tool_call_text("sums", input="12")) == ["So", ("sums", "12")]
+    mixed_answer = (
+        tool_call_text("sums", input="x")
+        + tool_call_text("f", a=1)
+        + tool_call_text("sums", input="7")
+        + tool_call_text("sums", text="7")
     )
-    assert read(mixed) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
-    assert read("12", bare=True) == [None, ("sums", "12")]
-    assert read("1b", bare=True) == ["1b"]
+    assert parse_calls(mixed_answer) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
+    assert parse_calls("12", is_forced=True) == [None, ("sums", "12")]
+    assert parse_calls("1b", is_forced=True) == ["1b"]

@@ -1,6 +1,4 @@
-"""OpenAI's responses: bodies to requests, answers to bodies and events, as OpenAI's own client
-reads them.
-"""
+"""Responses: parsing request bodies, and response bodies and events that OpenAI's client reads."""
 
 import json
 from collections.abc import Sequence
@@ -49,7 +47,7 @@ from quire.tests.support.cases import cases
 
 HEAD = ResponseHead("resp_1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5)
-USED = {
+USAGE_BODY = {
     "input_tokens": 30,
     "input_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0},
     "output_tokens": 12,
@@ -64,8 +62,8 @@ TOOL = {
     "parameters": SCHEMA,
     "strict": True,
 }
-ASK = {"model": "quill", "input": "Hi"}
-FULL = ASK | {
+MINIMAL_BODY = {"model": "quill", "input": "Hi"}
+FULL_BODY = MINIMAL_BODY | {
     "instructions": "Be kind.",
     "tools": [TOOL],
     "tool_choice": {"type": "function", "name": "look_up"},
@@ -78,7 +76,7 @@ FULL = ASK | {
     "temperature": 0.5,
     "parallel_tool_calls": False,
 }
-SAMPLED: dict[str, Any] = {  # a value for each sampling field, as JSON has it
+SAMPLING_VALUES: dict[str, Any] = {  # a JSON value for each sampling field
     "presence_penalty": 0.5,
     "frequency_penalty": -1,
     "repetition_penalty": 1.1,
@@ -97,55 +95,55 @@ SAMPLED: dict[str, Any] = {  # a value for each sampling field, as JSON has it
     "allowed_token_ids": [1, 2],
     "bad_words": ["x"],
 }
-# each other field: a value, and what tells that it is applied
-OTHERS: dict[str, tuple[Any, Any]] = {
-    "model": ("other", lambda found: found.model == "other"),
-    "input": ("Ho", lambda found: found.messages == [{"role": "user", "content": "Ho"}]),
+# each other field: a value, and a check that it is applied
+OTHER_FIELDS: dict[str, tuple[Any, Any]] = {
+    "model": ("other", lambda request: request.model == "other"),
+    "input": ("Ho", lambda request: request.messages == [{"role": "user", "content": "Ho"}]),
     "instructions": (
         "Be kind.",
-        lambda found: found.messages[0] == {"role": "system", "content": ("Be kind.")},
+        lambda request: request.messages[0] == {"role": "system", "content": ("Be kind.")},
     ),
-    "max_output_tokens": (9, lambda found: found.params.max_tokens == 9),
-    "top_logprobs": (3, lambda found: found.params.logprobs == 3),
-    "include": ([LOGPROBS], lambda found: found.params.logprobs is not None),
-    "stream": (True, lambda found: found.delivery == Delivery(stream=True)),
-    "request_id": ("mine", lambda found: found.delivery.request_id == "mine"),
-    "tools": ([TOOL], lambda found: bool(found.tools)),
-    "tool_choice": ("none", lambda found: found.tool_choice == "none"),
-    "truncation": ("auto", lambda found: found.drops_oldest),
-    "parallel_tool_calls": (False, lambda found: not found.parallel_tool_calls),
+    "max_output_tokens": (9, lambda request: request.params.max_tokens == 9),
+    "top_logprobs": (3, lambda request: request.params.logprobs == 3),
+    "include": ([LOGPROBS], lambda request: request.params.logprobs is not None),
+    "stream": (True, lambda request: request.delivery == Delivery(stream=True)),
+    "request_id": ("mine", lambda request: request.delivery.request_id == "mine"),
+    "tools": ([TOOL], lambda request: bool(request.tools)),
+    "tool_choice": ("none", lambda request: request.tool_choice == "none"),
+    "truncation": ("auto", lambda request: request.drops_oldest),
+    "parallel_tool_calls": (False, lambda request: not request.parallel_tool_calls),
     "reasoning": (
         {"effort": "low"},
-        lambda found: found.template_options.get("reasoning_effort") == "low",
+        lambda request: request.template_options.get("reasoning_effort") == "low",
     ),
-    "truncate_prompt_tokens": (5, lambda found: found.truncate_prompt_tokens == 5),
-    "truncation_side": ("right", lambda found: found.truncation_side == "right"),
+    "truncate_prompt_tokens": (5, lambda request: request.truncate_prompt_tokens == 5),
+    "truncation_side": ("right", lambda request: request.truncation_side == "right"),
     "add_generation_prompt": (
         False,
-        lambda found: not found.template_options["add_generation_prompt"],
+        lambda request: not request.template_options["add_generation_prompt"],
     ),
     "continue_final_message": (
         True,
-        lambda found: "continue_final_message" in found.template_options,
+        lambda request: "continue_final_message" in request.template_options,
     ),
-    "chat_template": ("{{ x }}", lambda found: "chat_template" in found.template_options),
-    "chat_template_kwargs": ({"x": 1}, lambda found: found.template_options.get("x") == 1),
-    "priority": (3, lambda found: found.terms == Terms(priority=3)),
-    "cache_salt": ("s", lambda found: found.terms == Terms(cache_salt="s")),
-    "timeout": (2.5, lambda found: found.terms == Terms(timeout=2.5)),
-    "store": (False, lambda found: not found.store),
-    "background": (True, lambda found: found.background),
-    "enable_response_messages": (True, lambda found: found.shows_raw),
+    "chat_template": ("{{ x }}", lambda request: "chat_template" in request.template_options),
+    "chat_template_kwargs": ({"x": 1}, lambda request: request.template_options.get("x") == 1),
+    "priority": (3, lambda request: request.terms == Terms(priority=3)),
+    "cache_salt": ("s", lambda request: request.terms == Terms(cache_salt="s")),
+    "timeout": (2.5, lambda request: request.terms == Terms(timeout=2.5)),
+    "store": (False, lambda request: not request.store),
+    "background": (True, lambda request: request.background),
+    "enable_response_messages": (True, lambda request: request.shows_raw),
     "conversation": (
         {"id": "conv_1"},
-        lambda found: found.messages[0] == {"role": "user", "content": "conv_1"},
+        lambda request: request.messages[0] == {"role": "user", "content": "conv_1"},
     ),
     "previous_response_id": (
         "resp_1",
-        lambda found: found.messages[0] == {"role": "user", "content": "resp_1"},
+        lambda request: request.messages[0] == {"role": "user", "content": "resp_1"},
     ),
 }
-NEEDS: dict[str, dict[str, Any]] = {  # what else a field asks for
+COMPANION_FIELDS: dict[str, dict[str, Any]] = {  # further fields that a field needs
     "top_logprobs": {"include": [LOGPROBS]},
     "truncation_side": {"truncate_prompt_tokens": 5},
 }
@@ -155,48 +153,48 @@ FAILURES = [
     (429, "rate_limit_exceeded"),
     (503, "server_error"),
 ]
-LABELS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+IGNORED_FIELDS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 
 
-def parse(**given) -> ResponsesRequest:
+def parse_request(**fields) -> ResponsesRequest:
     return responses.parse(
-        ASK | given, history=lambda name, field: responses.input_items(name)
-    )  # what was asked before is the name
+        MINIMAL_BODY | fields, history=lambda name, field: responses.input_items(name)
+    )  # the stored history is the id itself
 
 
-def refused(**given) -> str:
+def rejection_message(**fields) -> str:
     with pytest.raises(RequestError) as caught:
-        parse(**given)
+        parse_request(**fields)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def messages(*items: Any, **given) -> list[dict[str, Any]]:
-    return parse(input=list(items), **given).messages
+def parsed_messages(*items: Any, **fields) -> list[dict[str, Any]]:
+    return parse_request(input=list(items), **fields).messages
 
 
-def streamed(answer: Sequence[ChoicePart], asked: dict[str, Any] = FULL) -> bytes:
-    stream = response_answers.ResponsesStream(HEAD, responses.parse(asked), asked)
+def stream_data(answer: Sequence[ChoicePart], body: dict[str, Any] = FULL_BODY) -> bytes:
+    stream = response_answers.ResponsesStream(HEAD, responses.parse(body), body)
     data = stream.begin(Usage(30, 0))
-    for part in answer:
+    for choice_part in answer:
         stream.set_usage(USAGE)
-        data += stream.part(part)
+        data += stream.part(choice_part)
     return data + stream.end(USAGE)
 
 
-def whole(answer: FinishedChoice, asked: dict[str, Any] = FULL) -> dict[str, Any]:
-    return response_answers.response(HEAD, responses.parse(asked), asked, [answer], USAGE)
+def response_body(answer: FinishedChoice, body: dict[str, Any] = FULL_BODY) -> dict[str, Any]:
+    return response_answers.response(HEAD, responses.parse(body), body, [answer], USAGE)
 
 
-def check(kind: Any, value: Any) -> None:
-    assert unknown_client_fields(kind, value) <= {"store", "bytes", "name"}  # ours
+def check_client_type(kind: Any, value: Any) -> None:
+    assert unknown_client_fields(kind, value) <= {"store", "bytes", "name"}  # Quire's additions
 
 
-def client(server: Server) -> openai.OpenAI:
+def openai_client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(api_key="k", base_url="http://localhost/v1", http_client=server.http)
 
 
-def text(kind: str, value: str) -> list[dict[str, Any]]:
+def text_parts(kind: str, value: str) -> list[dict[str, Any]]:
     return [{"type": kind, "text": value}]
 
 
@@ -207,55 +205,62 @@ def test_plain_request():
         "quill",
         {"add_generation_prompt": True},
     )
-    assert parse() == expected
+    assert parse_request() == expected
     assert responses.parse({"input": "Hi"}).model is None
 
 
 def test_every_sampling_field_is_applied():
-    assert set(SAMPLED) | {"structured_outputs"} == set(SAMPLING_FIELDS)
-    expected = SamplingParams(**SAMPLED, max_tokens=None)
-    assert parse(**SAMPLED).params == expected
-    for name, value in SAMPLED.items():
-        assert getattr(parse(**{name: value}).params, name) == getattr(expected, name)
+    assert set(SAMPLING_VALUES) | {"structured_outputs"} == set(SAMPLING_FIELDS)
+    expected = SamplingParams(**SAMPLING_VALUES, max_tokens=None)
+    assert parse_request(**SAMPLING_VALUES).params == expected
+    for name, value in SAMPLING_VALUES.items():
+        assert getattr(parse_request(**{name: value}).params, name) == getattr(expected, name)
 
 
 def test_every_other_field_is_applied():
-    assert set(OTHERS) | set(LABELS) | {*SAMPLING_FIELDS, "text"} == set(FIELDS)
-    for name, (value, applied) in OTHERS.items():
-        extra = NEEDS.get(name, {})
-        assert applied(parse(**extra, **{name: value})) and not applied(parse(**extra)), name
+    assert set(OTHER_FIELDS) | set(IGNORED_FIELDS) | {*SAMPLING_FIELDS, "text"} == set(FIELDS)
+    for name, (value, is_applied) in OTHER_FIELDS.items():
+        extra = COMPANION_FIELDS.get(name, {})
+        assert is_applied(parse_request(**extra, **{name: value})) and not is_applied(
+            parse_request(**extra)
+        ), name
 
 
 def test_labels_have_no_effect():
-    assert parse(**{name: {"any": ["thing"]} for name in LABELS}) == parse()
+    assert parse_request(**{name: {"any": ["thing"]} for name in IGNORED_FIELDS}) == parse_request()
 
 
-def test_null_is_as_if_not_given():
-    assert parse(**dict.fromkeys({*FIELDS, *NEUTRAL, *REFUSED} - {"model", "input"})) == parse()
+def test_null_fields_equal_absent_fields():
+    assert (
+        parse_request(**dict.fromkeys({*FIELDS, *NEUTRAL, *REFUSED} - {"model", "input"}))
+        == parse_request()
+    )
 
 
-def test_what_is_not_implemented_is_refused_by_name():
+def test_unimplemented_fields_are_rejected_by_name():
     for name, value in NEUTRAL.items():
-        assert parse(**{name: value}) == parse()
-        assert refused(**{name: "x"}).startswith(f"{name}: is not implemented")
+        assert parse_request(**{name: value}) == parse_request()
+        assert rejection_message(**{name: "x"}).startswith(f"{name}: is not implemented")
     for name in REFUSED:
-        assert refused(**{name: "x"}) == f"{name}: {REFUSED[name]}"
-    assert refused(temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
-    assert refused(truncation="middle").startswith("truncation: must be auto or disabled")
-    assert refused(background=True, store=False).startswith(
+        assert rejection_message(**{name: "x"}) == f"{name}: {REFUSED[name]}"
+    assert (
+        rejection_message(temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
+    )
+    assert rejection_message(truncation="middle").startswith("truncation: must be auto or disabled")
+    assert rejection_message(background=True, store=False).startswith(
         "background: can only be used when store is true"
     )
-    assert refused(background=1).startswith("background: must be true or false")
+    assert rejection_message(background=1).startswith("background: must be true or false")
     with pytest.raises(RequestError, match="previous_response_id: goes on from what is stored"):
-        responses.parse(ASK | {"previous_response_id": "resp_0"})
+        responses.parse(MINIMAL_BODY | {"previous_response_id": "resp_0"})
 
 
-def test_every_field_of_the_client_is_known():
+def test_every_openai_field_is_handled():
     assert set(get_type_hints(ResponseCreateParamsStreaming)) <= {*FIELDS, *NEUTRAL, *REFUSED}
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("fields", "expected"),
     [
         ({"text": {"format": {"type": "json_object"}}}, {"json_object": True}),
         (
@@ -271,124 +276,151 @@ def test_every_field_of_the_client_is_known():
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
     ],
 )
-def test_the_form_of_the_text_is_a_sampling_parameter(asked, expected):
-    assert parse(**asked).params == SamplingParams(max_tokens=None, structured_outputs=expected)
+def test_text_format_becomes_structured_outputs(fields, expected):
+    assert parse_request(**fields).params == SamplingParams(
+        max_tokens=None, structured_outputs=expected
+    )
 
 
-def test_forms_that_are_refused():
+def test_invalid_text_formats_are_rejected():
     schema = {"type": "json_schema", "name": "n", "schema": SCHEMA}
-    assert refused(text={"format": schema}, structured_outputs={"regex": "a"}).startswith(
+    assert rejection_message(text={"format": schema}, structured_outputs={"regex": "a"}).startswith(
         "text.format: and structured"
     )
-    assert refused(text={"format": {"type": "xml"}}).startswith(
+    assert rejection_message(text={"format": {"type": "xml"}}).startswith(
         "text.format.type: must be text or json_object or"
     )
-    assert refused(text={"format": {"type": "json_schema", "name": "n"}}).startswith(
+    assert rejection_message(text={"format": {"type": "json_schema", "name": "n"}}).startswith(
         "text.format.schema: must be"
     )
-    assert refused(text={"format": {"type": "text", "schema": {}}}).startswith(
+    assert rejection_message(text={"format": {"type": "text", "schema": {}}}).startswith(
         "text.format.schema: unknown"
     )
-    assert refused(text={"verbosity": "loud"}).startswith(
+    assert rejection_message(text={"verbosity": "loud"}).startswith(
         "text.verbosity: must be one of low, medium, high"
     )
-    assert parse(text={"verbosity": "low"}).template_options["verbosity"] == "low"
-    assert refused(text="x").startswith("text: must be a JSON object")
+    assert parse_request(text={"verbosity": "low"}).template_options["verbosity"] == "low"
+    assert rejection_message(text="x").startswith("text: must be a JSON object")
 
 
-def test_thinking():
-    assert parse(reasoning={"effort": "none"}).template_options == {
+def test_reasoning_effort():
+    assert parse_request(reasoning={"effort": "none"}).template_options == {
         "add_generation_prompt": True, "reasoning_effort": "none", "enable_thinking": False,
     }  # fmt: skip
-    asked = {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True}}
-    assert parse(**asked).template_options["enable_thinking"] is True  # the more exact one
-    assert parse(reasoning={"effort": None, **REASONING}) == parse(reasoning={}) == parse()
-    assert refused(reasoning={"effort": "extreme"}).startswith(
+    request = {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True}}
+    assert (
+        parse_request(**request).template_options["enable_thinking"] is True
+    )  # the more specific option wins
+    assert (
+        parse_request(reasoning={"effort": None, **REASONING})
+        == parse_request(reasoning={})
+        == parse_request()
+    )
+    assert rejection_message(reasoning={"effort": "extreme"}).startswith(
         "reasoning.effort: must be one of none, minimal"
     )
     for name in REASONING:
-        assert refused(reasoning={name: "detailed"}).startswith(f"reasoning.{name}: must be")
+        assert rejection_message(reasoning={name: "detailed"}).startswith(
+            f"reasoning.{name}: must be"
+        )
 
 
 def test_logprobs_need_both_fields():
-    assert parse(include=[LOGPROBS]).params.logprobs == 0
-    assert parse(include=list(INCLUDED), top_logprobs=20).params.logprobs == 20
-    assert parse(include=["reasoning.encrypted_content"]) == parse(top_logprobs=0) == parse()
-    assert refused(top_logprobs=2).startswith(
+    assert parse_request(include=[LOGPROBS]).params.logprobs == 0
+    assert parse_request(include=list(INCLUDED), top_logprobs=20).params.logprobs == 20
+    assert (
+        parse_request(include=["reasoning.encrypted_content"])
+        == parse_request(top_logprobs=0)
+        == parse_request()
+    )
+    assert rejection_message(top_logprobs=2).startswith(
         "top_logprobs: needs message.output_text.logprobs in include"
     )
-    assert refused(include=["file_search_call.results"]).startswith(
+    assert rejection_message(include=["file_search_call.results"]).startswith(
         "include[0]: must be message.output_text.logprobs"
     )
-    assert refused(include=[LOGPROBS], top_logprobs=-2).startswith(
+    assert rejection_message(include=[LOGPROBS], top_logprobs=-2).startswith(
         "top_logprobs: must be an integer"
     )
 
 
 def test_tools():
     function = {"name": "look_up", "description": "Weather", "parameters": SCHEMA}
-    assert parse(tools=[TOOL]).tools == [{"type": "function", "function": function}]
-    bare = parse(tools=[{"type": "function", "name": "f", "parameters": None}]).tools[0]["function"]
-    assert bare == {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert parse_request(tools=[TOOL]).tools == [{"type": "function", "function": function}]
+    tool_function = parse_request(
+        tools=[{"type": "function", "name": "f", "parameters": None}]
+    ).tools[0]["function"]
+    assert tool_function == {"name": "f", "parameters": {"type": "object", "properties": {}}}
     for kind in ("web_search", "file_search", "mcp", "code_interpreter", "local_shell"):
         assert (
-            refused(tools=[{"type": kind}])
+            rejection_message(tools=[{"type": kind}])
             == f"tools[0].type: must be function or custom, got '{kind}'"
         )
-    assert refused(tools=[TOOL, TOOL | {"name": "a b"}]).startswith("tools[1].name: must be")
-    assert refused(tools=[TOOL | {"defer_loading": True}]).startswith(
+    assert rejection_message(tools=[TOOL, TOOL | {"name": "a b"}]).startswith(
+        "tools[1].name: must be"
+    )
+    assert rejection_message(tools=[TOOL | {"defer_loading": True}]).startswith(
         "tools[0].defer_loading: unknown field"
     )
-    assert refused(tools=[TOOL] * 129).startswith("tools: must be a list of 0 to 128, got 129")
+    assert rejection_message(tools=[TOOL] * 129).startswith(
+        "tools: must be a list of 0 to 128, got 129"
+    )
 
 
 def test_tool_choice():
     for name in ("auto", "none", "required"):
-        assert parse(tools=[TOOL], tool_choice=name).tool_choice == name
+        assert parse_request(tools=[TOOL], tool_choice=name).tool_choice == name
     assert (
-        parse(tools=[TOOL], tool_choice={"type": "function", "name": "look_up"}).tool_choice
+        parse_request(tools=[TOOL], tool_choice={"type": "function", "name": "look_up"}).tool_choice
         == "function:look_up"
     )
-    assert refused(tool_choice="required").startswith("tool_choice: ")
-    assert refused(tool_choice="any", tools=[TOOL]).startswith("tool_choice: must be auto, none")
-    other = {"type": "function", "name": "other"}
-    assert refused(tool_choice=other, tools=[TOOL]).startswith(
+    assert rejection_message(tool_choice="required").startswith("tool_choice: ")
+    assert rejection_message(tool_choice="any", tools=[TOOL]).startswith(
+        "tool_choice: must be auto, none"
+    )
+    unknown_function = {"type": "function", "name": "other"}
+    assert rejection_message(tool_choice=unknown_function, tools=[TOOL]).startswith(
         "tool_choice.name: must be the name of one"
     )
-    assert refused(tool_choice={"type": "allowed_tools"}).startswith(
+    assert rejection_message(tool_choice={"type": "allowed_tools"}).startswith(
         "tool_choice.mode: must be auto or required"
     )
-    allowed = {
+    allowed_tools = {
         "type": "allowed_tools",
         "mode": "required",
         "tools": [{"type": "function", "name": "look_up"}],
     }
-    found = parse(tool_choice=allowed, tools=[{"type": "custom", "name": "x"}, TOOL])
-    assert found.tool_choice == "required" and [
-        tool["function"]["name"] for tool in found.tools
+    request = parse_request(
+        tool_choice=allowed_tools, tools=[{"type": "custom", "name": "x"}, TOOL]
+    )
+    assert request.tool_choice == "required" and [
+        tool["function"]["name"] for tool in request.tools
     ] == ["look_up"]
 
 
-def test_null_is_as_if_not_given_within_items():
+def test_null_item_fields_equal_absent_fields():
     assert (
-        messages({"type": None, "role": "user", "content": "Hi", "id": None, "phase": None})
-        == parse().messages
+        parsed_messages({"type": None, "role": "user", "content": "Hi", "id": None, "phase": None})
+        == parse_request().messages
     )
-    thought = {
+    reasoning_item = {
         "type": "reasoning",
         "id": "r",
         "summary": [],
         "content": None,
         "encrypted_content": None,
     }
-    assert messages({"role": "user", "content": "Hi"}, thought) == parse().messages
+    assert (
+        parsed_messages({"role": "user", "content": "Hi"}, reasoning_item)
+        == parse_request().messages
+    )
 
 
-def test_items_are_messages():
-    parts = [*text("input_text", "a"), *text("input_text", "b")]
-    assert messages(
+def test_input_items_become_messages():
+    content_parts = [*text_parts("input_text", "a"), *text_parts("input_text", "b")]
+    assert parsed_messages(
         {"role": "developer", "content": "Rules."},
-        {"type": "message", "role": "user", "content": parts, "status": "completed"},
+        {"type": "message", "role": "user", "content": content_parts, "status": "completed"},
         {"role": "assistant", "content": "Hello."},
         {
             "role": "assistant",
@@ -410,8 +442,8 @@ def test_items_are_messages():
     ]
 
 
-def test_a_turn_of_the_assistant_is_one_message():
-    def call(number: int) -> dict[str, Any]:
+def test_assistant_items_merge_into_one_message():
+    def function_call(number: int) -> dict[str, Any]:
         return {
             "type": "function_call",
             "call_id": f"c{number}",
@@ -419,23 +451,23 @@ def test_a_turn_of_the_assistant_is_one_message():
             "arguments": f'{{"n": {number}}}',
         }
 
-    def output(number: int, value: Any) -> dict[str, Any]:
+    def function_output(number: int, value: Any) -> dict[str, Any]:
         return {"type": "function_call_output", "call_id": f"c{number}", "output": value}
 
-    def made(number: int) -> dict[str, Any]:
+    def tool_call(number: int) -> dict[str, Any]:
         return {
             "id": f"c{number}",
             "type": "function",
             "function": {"name": "f", "arguments": {"n": number}},
         }
 
-    assert messages(
+    assert parsed_messages(
         {"role": "user", "content": "Do."},
         {
             "type": "reasoning",
             "id": "r",
-            "summary": text("summary_text", "short"),
-            "content": text("reasoning_text", "Long."),
+            "summary": text_parts("summary_text", "short"),
+            "content": text_parts("reasoning_text", "Long."),
         },
         {
             "type": "message",
@@ -446,22 +478,22 @@ def test_a_turn_of_the_assistant_is_one_message():
                 {"type": "output_text", "text": "I will.", "annotations": [], "logprobs": []}
             ],
         },
-        call(0),
+        function_call(0),
         {"type": "reasoning", "id": "r", "summary": []},
-        call(1),
+        function_call(1),
         {"role": "assistant", "content": " Done."},
-        output(1, "one"),
-        output(0, text("input_text", "zero")),
-        {"type": "reasoning", "summary": text("summary_text", "Only this.")},
-        call(2),
-        output(2, ""),
+        function_output(1, "one"),
+        function_output(0, text_parts("input_text", "zero")),
+        {"type": "reasoning", "summary": text_parts("summary_text", "Only this.")},
+        function_call(2),
+        function_output(2, ""),
     ) == [
         {"role": "user", "content": "Do."},
         {
             "role": "assistant",
             "content": "I will. Done.",
             "reasoning_content": "Long.",
-            "tool_calls": [made(0), made(1)],
+            "tool_calls": [tool_call(0), tool_call(1)],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "one", "name": "f"},
         {"role": "tool", "tool_call_id": "c0", "content": "zero", "name": "f"},
@@ -469,7 +501,7 @@ def test_a_turn_of_the_assistant_is_one_message():
             "role": "assistant",
             "content": "",
             "reasoning_content": "Only this.",
-            "tool_calls": [made(2)],
+            "tool_calls": [tool_call(2)],
         },
         {"role": "tool", "tool_call_id": "c2", "content": "", "name": "f"},
     ]
@@ -517,37 +549,45 @@ def test_a_turn_of_the_assistant_is_one_message():
         ({"type": "web_search_call"}, "input[0].type: must be message"),
     ],
 )
-def test_items_that_are_refused(item, error):
-    assert refused(input=[item]).startswith(error)
+def test_invalid_items_are_rejected(item, error):
+    assert rejection_message(input=[item]).startswith(error)
 
 
-def test_input_that_is_refused():
+def test_invalid_input_is_rejected():
     for value in (None, 3, {"role": "user"}):
-        assert refused(input=value).startswith("input: must be text or a list of items, got")
-    assert refused(input=[]).startswith("input: must be a list of 1 to 4096, got")
-    assert parse(input=[{"role": "user", "content": "x", "nam": "y"}]).ignored == ("input[].nam",)
-    assert refused(instructions=["x"]).startswith("instructions: must be a string")
-    assert refused(max_output_tokens=0).startswith(
+        assert rejection_message(input=value).startswith(
+            "input: must be text or a list of items, got"
+        )
+    assert rejection_message(input=[]).startswith("input: must be a list of 1 to 4096, got")
+    assert parse_request(input=[{"role": "user", "content": "x", "nam": "y"}]).ignored == (
+        "input[].nam",
+    )
+    assert rejection_message(instructions=["x"]).startswith("instructions: must be a string")
+    assert rejection_message(max_output_tokens=0).startswith(
         "max_output_tokens: must be an integer of 1 or more, got 0"
     )
-    assert refused(input="\ud800").startswith("input: must be valid Unicode")
+    assert rejection_message(input="\ud800").startswith("input: must be valid Unicode")
 
 
 @settings(max_examples=cases(400))
 @given(st.data())
-def test_no_body_raises_anything_else(data):
-    """One place of a good body replaced by anything."""
+def test_mutated_bodies_raise_only_request_errors(data):
+    """One value of a valid body is replaced by arbitrary data."""
     items = [
-        {"role": "user", "content": text("input_text", "a")},
+        {"role": "user", "content": text_parts("input_text", "a")},
         {
             "type": "reasoning",
-            "summary": text("summary_text", "s"),
-            "content": text("reasoning_text", "t"),
+            "summary": text_parts("summary_text", "s"),
+            "content": text_parts("reasoning_text", "t"),
         },
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": text("input_text", "a")},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": text_parts("input_text", "a"),
+        },
     ]
-    body = json.loads(json.dumps(FULL | {"input": items}))
+    body = json.loads(json.dumps(FULL_BODY | {"input": items}))
     replace_random_value(data, body)
     try:
         assert isinstance(responses.parse(body), ResponsesRequest)
@@ -556,39 +596,41 @@ def test_no_body_raises_anything_else(data):
 
 
 @given(written())
-def test_events_are_what_the_client_expects(answer: Written):
-    """Each item is opened and closed once and in order, its text told in between and once more at
-    its end.
+def test_stream_events_open_and_close_items_in_order(answer: Written):
+    """Each item is opened and closed once and in order; its deltas join to the text repeated at its
+    end.
     """
-    events = events_of(streamed(answer.parts))
+    events = events_of(stream_data(answer.parts))
     for event in events:
-        check(ResponseStreamEvent, event)
+        check_client_type(ResponseStreamEvent, event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     last = events[-1]
     items = []
     text = ""
-    part = None
+    open_item = None
     for event in events[2:-1]:
         kind = event["type"].removeprefix("response.")
         assert event["output_index"] == len(items)
         if kind == "output_item.added":
-            assert part is None
-            part = event["item"]
-            assert part["status"] == "in_progress" and not (
-                part.get("content") or part.get("arguments")
+            assert open_item is None
+            open_item = event["item"]
+            assert open_item["status"] == "in_progress" and not (
+                open_item.get("content") or open_item.get("arguments")
             )
             text = ""
             continue
-        assert part is not None
+        assert open_item is not None
         if kind == "output_item.done":
-            assert event["item"]["id"] == part["id"]
+            assert event["item"]["id"] == open_item["id"]
             assert event["item"].get("arguments", text) == text
-            assert all(inner["text"] == text for inner in event["item"].get("content", []))
+            assert all(
+                content_part["text"] == text for content_part in event["item"].get("content", [])
+            )
             items.append(event["item"])
-            part = None
+            open_item = None
             continue
-        assert event["item_id"] == part["id"] and event.get("content_index", 0) == 0
+        assert event["item_id"] == open_item["id"] and event.get("content_index", 0) == 0
         if kind.endswith(".delta"):
             assert event["delta"]
             text += event["delta"]
@@ -596,7 +638,7 @@ def test_events_are_what_the_client_expects(answer: Written):
             assert event["part"]["text"] == "" == text
         else:
             assert event.get("part", event).get("text", event.get("arguments")) == text
-    assert part is None and last["response"]["output"] == items
+    assert open_item is None and last["response"]["output"] == items
     expected = {"said": "message", "thought": "reasoning", "call": "function_call"}
     assert [item["type"] for item in items] == [expected[kind] for kind, _ in answer.blocks]
     for item, (kind, value) in zip(items, answer.blocks, strict=True):
@@ -612,75 +654,83 @@ def test_events_are_what_the_client_expects(answer: Written):
 
 
 @given(written(ordered=True, scored=True))
-def test_an_answer_whole_is_what_its_events_come_to(answer: Written):
-    found = whole(answer.answer)
-    events = events_of(streamed(answer.parts))
-    check(Response, found)
+def test_last_event_equals_the_response(answer: Written):
+    body = response_body(answer.answer)
+    events = events_of(stream_data(answer.parts))
+    check_client_type(Response, body)
     last = events[-1]["response"]
-    for output in (found["output"], last["output"]) if answer.answer.calls else ():
-        for item in output:  # in a stream, tokens after the text are not the message's
-            for part in item.get("content", []):
-                part.pop("logprobs", None)
-    assert last == found
-    ended = answer.answer.finish_reason in ("stop", "tool_calls")
-    status = "completed" if ended else "incomplete"
-    assert events[-1]["type"] == f"response.{status}" and found["status"] == status
+    for output in (body["output"], last["output"]) if answer.answer.calls else ():
+        for item in output:  # in a stream, tokens after the text do not belong to the message
+            for content_part in item.get("content", []):
+                content_part.pop("logprobs", None)
+    assert last == body
+    is_complete = answer.answer.finish_reason in ("stop", "tool_calls")
+    status = "completed" if is_complete else "incomplete"
+    assert events[-1]["type"] == f"response.{status}" and body["status"] == status
     reason = {"reason": "max_output_tokens"} if answer.answer.finish_reason == "length" else None
-    assert found["incomplete_details"] == reason and found["usage"] == USED
-    statuses = [item["status"] for item in found["output"]]
+    assert body["incomplete_details"] == reason and body["usage"] == USAGE_BODY
+    statuses = [item["status"] for item in body["output"]]
     assert statuses == ["completed"] * (len(statuses) - 1) + [status] * bool(statuses)
 
 
 @settings(max_examples=cases(60))
 @given(written(), written(ordered=True))
-def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
-    for one in (answer, ordered):
-        server = Server(streamed(one.parts))
-        asked = {name: value for name, value in FULL.items() if name not in ("input", "model")}
-        with client(server).responses.stream(model="quill", input="Hi", **asked) as stream:
+def test_openai_client_accumulates_the_stream(answer: Written, ordered: Written):
+    for written_answer in (answer, ordered):
+        server = Server(stream_data(written_answer.parts))
+        request_fields = {
+            name: value for name, value in FULL_BODY.items() if name not in ("input", "model")
+        }
+        with openai_client(server).responses.stream(
+            model="quill", input="Hi", **request_fields
+        ) as stream:
             events = list(stream)
             texts = {
                 event.output_index: event.snapshot for event in events if hasattr(event, "snapshot")
             }
             assert responses.parse(server.asked).delivery.stream
             last = events[-1].response
-            if one.answer.finish_reason in ("stop", "tool_calls"):
-                assert stream.get_final_response().output_text == (one.answer.content or "")
-        said = [
+            if written_answer.answer.finish_reason in ("stop", "tool_calls"):
+                assert stream.get_final_response().output_text == (
+                    written_answer.answer.content or ""
+                )
+        expected_texts = [
             value if kind == "said" else value.arguments
-            for kind, value in one.blocks
+            for kind, value in written_answer.blocks
             if kind != "thought"
         ]
-        assert [value for value in texts.values() if value] == [value for value in said if value]
-        server = Server(msgspec.json.encode(whole(one.answer)))
-        found = client(server).responses.create(model="quill", input="Hi")
-        assert found.output_text == last.output_text == (one.answer.content or "")
-        if one is ordered:
-            plain = [json.loads(item.to_json()) for item in last.output]
-            for item in plain:
+        assert [value for value in texts.values() if value] == [
+            value for value in expected_texts if value
+        ]
+        server = Server(msgspec.json.encode(response_body(written_answer.answer)))
+        response = openai_client(server).responses.create(model="quill", input="Hi")
+        assert response.output_text == last.output_text == (written_answer.answer.content or "")
+        if written_answer is ordered:
+            items = [json.loads(item.to_json()) for item in last.output]
+            for item in items:
                 item.pop("parsed_arguments", None)
-                for part in item.get("content") or []:
-                    part.pop("parsed", None)
-            assert plain == whole(one.answer)["output"]
+                for content_part in item.get("content") or []:
+                    content_part.pop("parsed", None)
+            assert items == response_body(written_answer.answer)["output"]
 
 
 @settings(max_examples=cases(60))
 @given(written(), st.booleans())
-def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: bool):
-    server = Server(streamed(answer.parts))
-    if streams:
-        with client(server).responses.stream(model="quill", input="Hi") as stream:
+def test_sent_back_output_becomes_the_same_messages(answer: Written, is_streaming: bool):
+    server = Server(stream_data(answer.parts))
+    if is_streaming:
+        with openai_client(server).responses.stream(model="quill", input="Hi") as stream:
             output = list(stream)[-1].response.output
     else:
-        server.data = msgspec.json.encode(whole(answer.answer))
-        output = client(server).responses.create(model="quill", input="Hi").output
-    back: list[Any] = [{"role": "user", "content": "Hi"}, *output]
-    back += [
+        server.data = msgspec.json.encode(response_body(answer.answer))
+        output = openai_client(server).responses.create(model="quill", input="Hi").output
+    conversation: list[Any] = [{"role": "user", "content": "Hi"}, *output]
+    conversation += [
         {"type": "function_call_output", "call_id": call.id, "output": f"result of {call.id}"}
         for call in answer.answer.calls
     ]
-    server.data = msgspec.json.encode(whole(answer.answer))
-    client(server).responses.create(model="quill", input=back)
+    server.data = msgspec.json.encode(response_body(answer.answer))
+    openai_client(server).responses.create(model="quill", input=conversation)
     expected: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
     if answer.blocks:
         expected.append({"role": "assistant", "content": answer.answer.content or ""})
@@ -699,35 +749,35 @@ def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: boo
 
 
 @given(written(calls=False, scored=True))
-def test_log_probabilities_stand_with_the_text(answer: Written):
-    events = events_of(streamed(answer.parts))
-    done: list[dict[str, Any]] = []
+def test_logprobs_accompany_the_text(answer: Written):
+    events = events_of(stream_data(answer.parts))
+    all_logprobs: list[dict[str, Any]] = []
     for index, item in enumerate(events[-1]["response"]["output"]):
-        here = [
+        item_events = [
             event for event in events if event.get("output_index") == index and "logprobs" in event
         ]
-        told = [entry for event in here[:-1] for entry in event["logprobs"]]
-        assert bool(here) == (item["type"] == "message")
-        if here:
-            assert here[-1]["logprobs"] == item["content"][0]["logprobs"]
-            assert here[-1]["logprobs"][: len(told)] == told
-            done += here[-1]["logprobs"]
+        streamed_logprobs = [entry for event in item_events[:-1] for entry in event["logprobs"]]
+        assert bool(item_events) == (item["type"] == "message")
+        if item_events:
+            assert item_events[-1]["logprobs"] == item["content"][0]["logprobs"]
+            assert item_events[-1]["logprobs"][: len(streamed_logprobs)] == streamed_logprobs
+            all_logprobs += item_events[-1]["logprobs"]
     if [kind for kind, _ in answer.blocks if kind != "thought"] == ["said"] and answer.blocks[-1][
         0
     ] == "said":
-        assert len(done) == len(answer.answer.token_ids)
-    for i, entry in enumerate(done):
+        assert len(all_logprobs) == len(answer.answer.token_ids)
+    for i, entry in enumerate(all_logprobs):
         assert (
             entry["token"] == (f"t{i}" if i % 3 else f"token_id:{i}") and entry["logprob"] >= -9999
         )
         assert entry["bytes"] == (list(f"t{i}".encode()) if i % 3 else [])
-        assert [best["token"] for best in entry["top_logprobs"]][0] == (
+        assert [alternative["token"] for alternative in entry["top_logprobs"]][0] == (
             "t0" if i == 99 else "\ufffd"
         )
 
 
-def test_a_response_says_again_what_was_asked():
-    found = whole(FinishedChoice(0, "Hi", "stop"))
+def test_response_repeats_request_fields():
+    body = response_body(FinishedChoice(0, "Hi", "stop"))
     for name in (
         "instructions",
         "metadata",
@@ -737,28 +787,28 @@ def test_a_response_says_again_what_was_asked():
         "temperature",
         "top_logprobs",
     ):
-        assert found[name] == FULL[name], name
-    assert found["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
-    assert found["reasoning"] == {"effort": "high", "summary": None}
-    assert not found["parallel_tool_calls"] and found["store"] and found["id"] == "resp_1"
-    plain = whole(
+        assert body[name] == FULL_BODY[name], name
+    assert body["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert body["reasoning"] == {"effort": "high", "summary": None}
+    assert not body["parallel_tool_calls"] and body["store"] and body["id"] == "resp_1"
+    default_body = response_body(
         FinishedChoice(0, "Hi", "stop"),
-        ASK | {"text": None, "reasoning": None, "tools": None, "tool_choice": None},
+        MINIMAL_BODY | {"text": None, "reasoning": None, "tools": None, "tool_choice": None},
     )
-    check(Response, plain)
+    check_client_type(Response, default_body)
     assert (
-        plain["tools"] == []
-        and plain["tool_choice"] == "auto"
-        and plain["max_output_tokens"] is None
+        default_body["tools"] == []
+        and default_body["tool_choice"] == "auto"
+        and default_body["max_output_tokens"] is None
     )
 
 
-def test_the_events_of_a_short_answer_in_full():
-    parts = [
+def test_exact_events_of_a_short_stream():
+    choice_parts = [
         ChoicePart(0, [Said("Hi"), CallStart(0, "c", "f")]),
         ChoicePart(0, [Arguments(0, "{}")], "tool_calls"),
     ]
-    events = events_of(streamed(parts, ASK))
+    events = events_of(stream_data(choice_parts, MINIMAL_BODY))
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created",
         "in_progress",
@@ -783,29 +833,29 @@ def test_the_events_of_a_short_answer_in_full():
         "arguments": "{}",
     }
     assert (
-        whole(FinishedChoice(0, None, "stop", None, [ToolCall("c", "f", "{}")]), ASK)["output"][0][
-            "id"
-        ]
+        response_body(
+            FinishedChoice(0, None, "stop", None, [ToolCall("c", "f", "{}")]), MINIMAL_BODY
+        )["output"][0]["id"]
         == "fc_0_resp_1"
     )
 
 
 @given(written(), st.integers(0, 5), st.sampled_from(FAILURES))
-def test_a_stream_that_fails_says_so_and_ends(answer: Written, when, end):
-    status, code = end
-    stream = response_answers.ResponsesStream(HEAD, parse(), ASK)
-    data = stream.begin(Usage(3, 0)) if when else b""
-    for part in answer.parts[: max(0, when - 1)]:
-        data += stream.part(part)
+def test_failed_stream_ends_with_response_failed(answer: Written, num_events, failure):
+    status, code = failure
+    stream = response_answers.ResponsesStream(HEAD, parse_request(), MINIMAL_BODY)
+    data = stream.begin(Usage(3, 0)) if num_events else b""
+    for choice_part in answer.parts[: max(0, num_events - 1)]:
+        data += stream.part(choice_part)
     data += stream.fail(status, "it broke", "input")
     events = events_of(data)
     for event in events:
-        check(ResponseStreamEvent, event)
+        check_client_type(ResponseStreamEvent, event)
     kinds = [event["type"] for event in events]
     assert kinds[0] == "response.created" and kinds[-1] == "response.failed"
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
-    found = events[-1]["response"]
-    assert found["status"] == "failed" and found["incomplete_details"] is None
-    assert found["error"] == {"code": code, "message": "it broke", "param": "input"}
-    with client(Server(data)).responses.stream(model="quill", input="Hi") as opened:
-        assert list(opened)[-1].response.error.message == "it broke"
+    response = events[-1]["response"]
+    assert response["status"] == "failed" and response["incomplete_details"] is None
+    assert response["error"] == {"code": code, "message": "it broke", "param": "input"}
+    with openai_client(Server(data)).responses.stream(model="quill", input="Hi") as stream_events:
+        assert list(stream_events)[-1].response.error.message == "it broke"

@@ -1,6 +1,4 @@
-"""Responses that are kept: who may ask for them, how many there are, and that a conversation goes
-on from them.
-"""
+"""Stored responses and conversations: access by API key, limits, and continuation from them."""
 
 import httpx2
 import msgspec
@@ -15,7 +13,7 @@ from quire.tests.support.conformance import shows
 from quire.tests.support.served import FORMATS
 from quire.tests.support.talk import frees_all, said, scripted_server, until
 
-TOOL = {
+WEATHER_TOOL = {
     "type": "function",
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -28,262 +26,308 @@ def server():
         yield state
 
 
-def client_of(server, key: str = "one") -> OpenAI:
+def make_client(server, key: str = "one") -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture
-def ask(server):
-    with client_of(server) as client:
+def client(server):
+    with make_client(server) as client:
         yield client
     server.script.hold.set()
     frees_all(server)
 
 
-def response(ask, text: str = "hello", **fields):
-    return ask.responses.create(model="quill", input=text, **fields)
+def create_response(client, text: str = "hello", **fields):
+    return client.responses.create(model="quill", input=text, **fields)
 
 
 @shows("openai", "responses.retrieve, responses.delete, responses.input_items.list")
-def test_a_response_is_kept(ask, server):
-    """What was answered, and what was asked, until it is deleted; only with the key that asked."""
-    found = response(ask, "hello", instructions="Be kind.")
-    assert found.output_text == said("hello") and found.store
-    assert ask.responses.retrieve(found.id) == found
-    (item,) = ask.responses.input_items.list(found.id).data
+def test_stored_response_is_retrieved_and_deleted(client, server):
+    """A response and its input are stored until deleted, and are visible only to the API key that
+    created them.
+    """
+    stored_response = create_response(client, "hello", instructions="Be kind.")
+    assert stored_response.output_text == said("hello") and stored_response.store
+    assert client.responses.retrieve(stored_response.id) == stored_response
+    (item,) = client.responses.input_items.list(stored_response.id).data
     assert (item.type, item.role, item.content[0].text) == ("message", "user", "hello")
     with (
-        client_of(server, "two") as other,
+        make_client(server, "two") as other_client,
         pytest.raises(openai.NotFoundError, match="Response with id .* not found"),
     ):
-        other.responses.retrieve(found.id)
-    ask.responses.delete(found.id)
-    for call in (ask.responses.retrieve, ask.responses.delete, ask.responses.cancel):
+        other_client.responses.retrieve(stored_response.id)
+    client.responses.delete(stored_response.id)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
         with pytest.raises(openai.NotFoundError) as caught:
-            call(found.id)
+            call(stored_response.id)
         assert (caught.value.param, caught.value.code) == ("id", "response_not_found")
-    unkept = response(ask, store=False)
-    assert not unkept.store
+    unstored_response = create_response(client, store=False)
+    assert not unstored_response.store
     with pytest.raises(openai.NotFoundError):
-        ask.responses.retrieve(unkept.id)
+        client.responses.retrieve(unstored_response.id)
     with pytest.raises(
         openai.BadRequestError, match="stream: was not asked for together with background"
     ):
-        list(ask.responses.retrieve(response(ask).id, stream=True))
+        list(client.responses.retrieve(create_response(client).id, stream=True))
 
 
 @shows("openai", "responses.create(previous_response_id=...)")
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_conversation_goes_on(ask, streams):
-    """All that was said before is in the prompt, calls and their results too; instructions are
-    not.
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_previous_response_id_continues_conversation(client, is_streaming):
+    """The prompt has the earlier turns with their calls and results, but not the earlier
+    instructions.
     """
 
-    def turn(given, previous=None, **fields):
-        asked = {
+    def create_turn(input_, previous=None, **fields):
+        request_fields = {
             "model": "quill",
-            "input": given,
-            "tools": [TOOL],
+            "input": input_,
+            "tools": [WEATHER_TOOL],
             "previous_response_id": previous,
             **fields,
         }
-        if not streams:
-            return ask.responses.create(**asked)
-        with ask.responses.stream(
-            **{name: value for name, value in asked.items() if value is not None}
+        if not is_streaming:
+            return client.responses.create(**request_fields)
+        with client.responses.stream(
+            **{name: value for name, value in request_fields.items() if value is not None}
         ) as stream:
             return stream.get_final_response()
 
-    first = turn("weather in Rome", instructions="Be kind.")
-    call = next(item for item in first.output if item.type == "function_call")
+    first_response = create_turn("weather in Rome", instructions="Be kind.")
+    call = next(item for item in first_response.output if item.type == "function_call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    second = turn([result], first.id)
-    assert second.previous_response_id == first.id and second.output_text == "It is sunny."
-    third = turn("hello", second.id)
-    other = turn("hello", first.id)
-    whole = [{"role": "user", "content": "weather in Rome"}, *first.output, result, *second.output]
-    told = turn(
+    second_response = create_turn([result], first_response.id)
+    assert (
+        second_response.previous_response_id == first_response.id
+        and second_response.output_text == "It is sunny."
+    )
+    third_response = create_turn("hello", second_response.id)
+    response_after_first = create_turn("hello", first_response.id)
+    conversation = [
+        {"role": "user", "content": "weather in Rome"},
+        *first_response.output,
+        result,
+        *second_response.output,
+    ]
+    response_to_conversation = create_turn(
         [
             *(
                 item if isinstance(item, dict) else item.model_dump(exclude_none=True)
-                for item in whole
+                for item in conversation
             ),
             {"role": "user", "content": "hello"},
         ]
     )
-    assert third.usage.input_tokens == told.usage.input_tokens > other.usage.input_tokens
-    assert third.output_text == told.output_text
-    assert [item.type for item in ask.responses.input_items.list(second.id).data] == [
+    assert (
+        third_response.usage.input_tokens
+        == response_to_conversation.usage.input_tokens
+        > response_after_first.usage.input_tokens
+    )
+    assert third_response.output_text == response_to_conversation.output_text
+    assert [item.type for item in client.responses.input_items.list(second_response.id).data] == [
         "function_call_output"
     ]
     with pytest.raises(openai.BadRequestError) as caught:
-        turn("hello", "resp_none")
+        create_turn("hello", "resp_none")
     assert (caught.value.param, caught.value.code) == (
         "previous_response_id",
         "previous_response_not_found",
     )
 
 
-def test_the_id_of_a_stored_response_is_refused(ask):
-    """A response that names itself as the previous one would be read for ever."""
-    chosen = {"extra_body": {"request_id": "mine"}}
-    first = response(ask, **chosen)
-    assert first.id == "resp_mine"
-    for fields in ({}, {"previous_response_id": first.id}, {"store": False}, {"background": True}):
+def test_request_id_of_stored_response_is_rejected(client):
+    """Otherwise a response could name itself as its predecessor and be read in an endless loop."""
+    request_fields = {"extra_body": {"request_id": "mine"}}
+    first_response = create_response(client, **request_fields)
+    assert first_response.id == "resp_mine"
+    for fields in (
+        {},
+        {"previous_response_id": first_response.id},
+        {"store": False},
+        {"background": True},
+    ):
         with pytest.raises(
             openai.BadRequestError, match="request_id: makes the id resp_mine"
         ) as caught:
-            response(ask, **chosen, **fields)
+            create_response(client, **request_fields, **fields)
         assert caught.value.param == "request_id"
-    assert response(ask, previous_response_id=first.id).output_text == said("hello")
-    ask.responses.delete(first.id)
-    assert response(ask, **chosen).id == first.id
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_response_goes_on_without_input(ask, streams):
-    first = response(ask, "hello")
-    asked = {"model": "quill", "previous_response_id": first.id, "stream": streams}
-    found = ask.responses.create(**asked)
-    second = [*found][-1].response if streams else found
-    assert second.output_text and not ask.responses.input_items.list(second.id).data
-    background = ask.responses.create(
-        model="quill", previous_response_id=second.id, background=True
+    assert create_response(client, previous_response_id=first_response.id).output_text == said(
+        "hello"
     )
-    until(lambda: ask.responses.retrieve(background.id).status == "completed")
+    client.responses.delete(first_response.id)
+    assert create_response(client, **request_fields).id == first_response.id
 
 
-def test_ids_of_conversations_and_of_responses_are_told_apart(ask):
-    found = response(ask)
-    talk = ask.conversations.create(items=[{"role": "user", "content": "hello"}])
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_previous_response_id_without_input(client, is_streaming):
+    first_response = create_response(client, "hello")
+    request_fields = {
+        "model": "quill",
+        "previous_response_id": first_response.id,
+        "stream": is_streaming,
+    }
+    answer = client.responses.create(**request_fields)
+    second_response = [*answer][-1].response if is_streaming else answer
+    assert (
+        second_response.output_text
+        and not client.responses.input_items.list(second_response.id).data
+    )
+    background = client.responses.create(
+        model="quill", previous_response_id=second_response.id, background=True
+    )
+    until(lambda: client.responses.retrieve(background.id).status == "completed")
+
+
+def test_conversation_and_response_ids_are_not_interchangeable(client):
+    stored_response = create_response(client)
+    conversation = client.conversations.create(items=[{"role": "user", "content": "hello"}])
     for call in (
-        ask.responses.retrieve,
-        ask.responses.cancel,
-        ask.responses.delete,
-        ask.responses.input_items.list,
+        client.responses.retrieve,
+        client.responses.cancel,
+        client.responses.delete,
+        client.responses.input_items.list,
     ):
         with pytest.raises(openai.NotFoundError) as caught:
-            call(talk.id)
+            call(conversation.id)
         assert caught.value.code == "response_not_found"
     for call in (
-        ask.conversations.retrieve,
-        ask.conversations.delete,
-        ask.conversations.items.list,
+        client.conversations.retrieve,
+        client.conversations.delete,
+        client.conversations.items.list,
     ):
         with pytest.raises(openai.NotFoundError) as caught:
-            call(found.id)
+            call(stored_response.id)
         assert caught.value.code == "conversation_not_found"
     with pytest.raises(openai.NotFoundError) as caught:
-        response(ask, conversation=found.id)
+        create_response(client, conversation=stored_response.id)
     assert (caught.value.param, caught.value.code) == ("conversation", "conversation_not_found")
     with pytest.raises(openai.BadRequestError) as caught:
-        response(ask, previous_response_id=talk.id)
+        create_response(client, previous_response_id=conversation.id)
     assert (caught.value.param, caught.value.code) == (
         "previous_response_id",
         "previous_response_not_found",
     )
-    assert ask.conversations.retrieve(talk.id) == talk and ask.responses.retrieve(found.id) == found
+    assert (
+        client.conversations.retrieve(conversation.id) == conversation
+        and client.responses.retrieve(stored_response.id) == stored_response
+    )
 
 
-def test_keys_do_not_see_the_ids_of_each_others_requests(ask, server):
-    """Neither on the live page nor in the refusal of an id that is in use."""
+def test_request_ids_are_private_to_their_api_key(client, server):
+    """Neither the live page nor the error for an id in use shows another key's request ids."""
 
     def live_ids(key: str) -> list[str]:
         headers = {"Authorization": f"Bearer {key}"}
-        with httpx2.stream("GET", f"{server.url}/live", headers=headers, timeout=60) as found:
-            frame = next(line for line in found.iter_lines() if line.startswith("data: "))
-        shown = msgspec.json.decode(frame.removeprefix("data: "))
-        return [one["id"] for one in (*shown["running"], *shown["waiting"])]
+        with httpx2.stream("GET", f"{server.url}/live", headers=headers, timeout=60) as http_stream:
+            frame = next(line for line in http_stream.iter_lines() if line.startswith("data: "))
+        live_data = msgspec.json.decode(frame.removeprefix("data: "))
+        return [request["id"] for request in (*live_data["running"], *live_data["waiting"])]
 
     server.script.step_seconds = 0.01
-    chosen = {
+    request_fields = {
         "model": "quill",
         "prompt": "<user>count<assistant>",
         "max_tokens": 300,
         "extra_body": {"request_id": "mine"},
     }
-    with client_of(server, "two") as other, ask.completions.create(**chosen, stream=True) as reader:
+    with (
+        make_client(server, "two") as other_client,
+        client.completions.create(**request_fields, stream=True) as reader,
+    ):
         try:
             next(iter(reader))
             assert live_ids("one") == ["cmpl-mine"] and live_ids("two") == [""]
             with pytest.raises(
                 openai.BadRequestError, match="request_id: 'cmpl-mine' is being served already"
             ):
-                ask.completions.create(**chosen)
-            assert other.completions.create(**(chosen | {"max_tokens": 2})).id == "cmpl-mine"
+                client.completions.create(**request_fields)
+            assert (
+                other_client.completions.create(**(request_fields | {"max_tokens": 2})).id
+                == "cmpl-mine"
+            )
         finally:
             server.script.step_seconds = 0.0
 
 
 @pytest.mark.parametrize("cycle", [["a"], ["a", "b"], ["a", "b", "c"]])
-def test_a_chain_that_cycles_is_not_read_for_ever(cycle):
-    kept = StoredResponses(10, 1 << 20)
+def test_cyclic_response_chain_is_rejected(cycle):
+    responses = StoredResponses(10, 1 << 20)
     for name, previous in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
         body = {"id": name, "object": "response", "status": "completed", "output": []}
-        assert kept.put(None, name, StoredResponse(body, [], previous))
-    assert not kept.put(None, "a", stored(), is_new=True)
+        assert responses.put(None, name, StoredResponse(body, [], previous))
+    assert not responses.put(None, "a", make_stored_response(), is_new=True)
     with pytest.raises(RequestError, match="previous_response_id: leads to 'a' twice"):
-        kept.history(None, "a", "previous_response_id")
+        responses.history(None, "a", "previous_response_id")
 
 
 @shows("openai", "enable_response_messages by extra_body")
 @pytest.mark.parametrize(
-    "how", [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}]
+    "delivery", [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}]
 )
-def test_what_the_model_read_and_wrote(ask, server, how):
-    """With the template and the tags of thoughts and calls, as text and as tokens, whichever way
-    the answer comes.
+def test_enable_response_messages_returns_raw_prompt_and_output(client, server, delivery):
+    """Raw prompt and output, with template markers and reasoning and call tags, as text and token
+    ids; for every way of delivery.
     """
-    raw = {"enable_response_messages": True}
-    asked = {"instructions": "Be kind.", "tools": [TOOL], "extra_body": raw, **how}
-    found = response(ask, "think of the weather in Rome", **asked)
-    if "stream" in how:
-        *_, last = found
-        found = last.response
-    until(lambda: ask.responses.retrieve(found.id).status == "completed")
-    done = ask.responses.retrieve(found.id)
-    (read,) = done.input_messages
-    (wrote,) = done.output_messages
-    assert {read["type"], wrote["type"]} == {"raw_message_tokens"}
-    assert "Be kind." in read["message"] and "weather in Rome" in read["message"]
+    extra_body = {"enable_response_messages": True}
+    request_fields = {
+        "instructions": "Be kind.",
+        "tools": [WEATHER_TOOL],
+        "extra_body": extra_body,
+        **delivery,
+    }
+    answer = create_response(client, "think of the weather in Rome", **request_fields)
+    if "stream" in delivery:
+        *_, last = answer
+        answer = last.response
+    until(lambda: client.responses.retrieve(answer.id).status == "completed")
+    completed = client.responses.retrieve(answer.id)
+    (prompt,) = completed.input_messages
+    (output,) = completed.output_messages
+    assert {prompt["type"], output["type"]} == {"raw_message_tokens"}
+    assert "Be kind." in prompt["message"] and "weather in Rome" in prompt["message"]
     assert (
-        wrote["message"].startswith("<think>\nI must look.\n</think>")
-        and '"weather"' in wrote["message"]
+        output["message"].startswith("<think>\nI must look.\n</think>")
+        and '"weather"' in output["message"]
     )
     decode = server.engine.tokenizer.decode
-    assert decode(read["tokens"], skip_special_tokens=False) == read["message"]
-    assert decode(wrote["tokens"], skip_special_tokens=False).startswith(wrote["message"])
-    assert not hasattr(response(ask), "input_messages")
+    assert decode(prompt["tokens"], skip_special_tokens=False) == prompt["message"]
+    assert decode(output["tokens"], skip_special_tokens=False).startswith(output["message"])
+    assert not hasattr(create_response(client), "input_messages")
 
 
 @shows("openai", "responses.create(background=True), responses.cancel")
-def test_in_the_background(ask, server):
-    """It is queued at once and answered later; one that is cancelled computes no more, and
-    stays so.
+def test_background_response_and_cancellation(client, server):
+    """A background response is queued immediately and answered later; a cancelled one stops
+    computing and stays cancelled.
     """
-    found = response(ask, background=True)
-    assert (found.status, found.background, found.output) == ("queued", True, [])
-    until(lambda: ask.responses.retrieve(found.id).status == "completed")
-    done = ask.responses.retrieve(found.id)
-    assert done.output_text == said("hello") and done.usage is not None and done.id == found.id
-    assert ask.responses.cancel(found.id).status == "completed"  # it is over
+    queued = create_response(client, background=True)
+    assert (queued.status, queued.background, queued.output) == ("queued", True, [])
+    until(lambda: client.responses.retrieve(queued.id).status == "completed")
+    completed = client.responses.retrieve(queued.id)
+    assert (
+        completed.output_text == said("hello")
+        and completed.usage is not None
+        and completed.id == queued.id
+    )
+    assert client.responses.cancel(queued.id).status == "completed"  # already completed
     server.script.hold.clear()
-    long = response(ask, "count", background=True)
-    until(lambda: ask.responses.retrieve(long.id).status == "in_progress")
+    long_response = create_response(client, "count", background=True)
+    until(lambda: client.responses.retrieve(long_response.id).status == "in_progress")
     with pytest.raises(openai.BadRequestError, match="is not answered yet"):
-        response(ask, previous_response_id=long.id)
-    assert ask.responses.cancel(long.id).status == "cancelled"
+        create_response(client, previous_response_id=long_response.id)
+    assert client.responses.cancel(long_response.id).status == "cancelled"
     server.script.hold.set()
     frees_all(server)
-    assert ask.responses.retrieve(long.id).status == "cancelled"
+    assert client.responses.retrieve(long_response.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
-        ask.responses.cancel(response(ask).id)
+        client.responses.cancel(create_response(client).id)
     with pytest.raises(
         openai.BadRequestError, match="background: can only be used when store is true"
     ):
-        response(ask, background=True, store=False)
+        create_response(client, background=True, store=False)
     with pytest.raises(openai.NotFoundError):
-        ask.responses.create(model="nothing", input="x", background=True)
+        client.responses.create(model="nothing", input="x", background=True)
 
 
 @shows(
@@ -291,50 +335,54 @@ def test_in_the_background(ask, server):
     "responses.create(background=True, stream=True), responses.retrieve(stream=True, "
     "starting_after=...)",
 )
-def test_in_the_background_and_read_along(ask, server):
-    """A reader may leave and come back; what it missed is there, whether the answer is over or
-    not.
-    """
+def test_background_response_stream_is_resumable(client, server):
+    """A reader may disconnect and resume, during the answer or after it, without losing events."""
     server.script.hold.clear()
-    with response(ask, "count", background=True, stream=True) as reader:
-        first = next(iter(reader))
-    assert (first.type, first.response.status, first.response.background) == (
+    with create_response(client, "count", background=True, stream=True) as reader:
+        first_event = next(iter(reader))
+    assert (first_event.type, first_event.response.status, first_event.response.background) == (
         "response.created",
         "queued",
         True,
     )
-    name = first.response.id
-    with ask.responses.retrieve(name, stream=True) as again:
-        assert next(iter(again)) == first
-        assert ask.responses.retrieve(name).status == "in_progress"
+    response_id = first_event.response.id
+    with client.responses.retrieve(response_id, stream=True) as second_reader:
+        assert next(iter(second_reader)) == first_event
+        assert client.responses.retrieve(response_id).status == "in_progress"
         server.script.hold.set()
-        rest = [first, *again]
-    whole = list(ask.responses.retrieve(name, stream=True))
-    assert [event.sequence_number for event in whole] == list(range(len(whole)))
-    assert rest == whole
-    assert list(ask.responses.retrieve(name, stream=True, starting_after=3)) == whole[4:]
-    done = ask.responses.retrieve(name)
-    assert whole[-1].type == f"response.{done.status}" and whole[-1].response.output == done.output
+        resumed_events = [first_event, *second_reader]
+    all_events = list(client.responses.retrieve(response_id, stream=True))
+    assert [event.sequence_number for event in all_events] == list(range(len(all_events)))
+    assert resumed_events == all_events
     assert (
-        "".join(event.delta for event in whole if event.type == "response.output_text.delta")
-        == done.output_text
+        list(client.responses.retrieve(response_id, stream=True, starting_after=3))
+        == all_events[4:]
+    )
+    completed = client.responses.retrieve(response_id)
+    assert (
+        all_events[-1].type == f"response.{completed.status}"
+        and all_events[-1].response.output == completed.output
+    )
+    assert (
+        "".join(event.delta for event in all_events if event.type == "response.output_text.delta")
+        == completed.output_text
     )
     with pytest.raises(openai.BadRequestError, match="starting_after: must be an integer"):
-        ask.responses.retrieve(name, stream=True, starting_after="x")
+        client.responses.retrieve(response_id, stream=True, starting_after="x")
     server.script.hold.clear()
-    with response(ask, "count", background=True, stream=True) as reader:
-        left = next(iter(reader)).response.id
-        assert ask.responses.cancel(left).status == "cancelled"
-        # and it ends
+    with create_response(client, "count", background=True, stream=True) as reader:
+        cancelled_id = next(iter(reader)).response.id
+        assert client.responses.cancel(cancelled_id).status == "cancelled"
+        # the reader's stream ends
         assert {event.type for event in reader} <= {"response.queued", "response.in_progress"}
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_failure_in_the_background(ask, server, streams):
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_failed_background_response(client, server, is_streaming):
     server.script.fail_next = 1
-    found = response(ask, background=True, stream=streams)
-    if streams:
-        events = list(found)
+    answer = create_response(client, background=True, stream=is_streaming)
+    if is_streaming:
+        events = list(answer)
         assert [event.type.removeprefix("response.") for event in events] == [
             "created",
             "queued",
@@ -342,15 +390,15 @@ def test_a_failure_in_the_background(ask, server, streams):
             "failed",
         ]
         assert [event.sequence_number for event in events] == list(range(len(events)))
-        found = events[0].response
-    until(lambda: ask.responses.retrieve(found.id).status == "failed")
-    error = ask.responses.retrieve(found.id).error
+        answer = events[0].response
+    until(lambda: client.responses.retrieve(answer.id).status == "failed")
+    error = client.responses.retrieve(answer.id).error
     assert error.code == "server_error" and "engine failed" in error.message
 
 
-def test_a_stream_that_fails_has_begun(ask, server):
+def test_failed_stream_sends_created_event_first(client, server):
     server.script.fail_next = 1
-    events = list(response(ask, stream=True))
+    events = list(create_response(client, stream=True))
     assert [event.type for event in events] == [
         "response.created",
         "response.in_progress",
@@ -358,57 +406,68 @@ def test_a_stream_that_fails_has_begun(ask, server):
     ]
 
 
-def test_so_many_are_kept(ask, server):
-    names = [response(ask).id for _ in range(10)]
+def test_max_stored_responses_evicts_least_recently_used(client, server):
+    response_ids = [create_response(client).id for _ in range(10)]
     assert server.service.stored.storage.usage(*KINDS).entries == 8
-    assert ask.responses.retrieve(names[-1]) and ask.responses.retrieve(names[2])
+    assert client.responses.retrieve(response_ids[-1]) and client.responses.retrieve(
+        response_ids[2]
+    )
     with pytest.raises(openai.NotFoundError):
-        ask.responses.retrieve(names[1])
-    response(ask)  # the one that was used longest ago goes
-    assert ask.responses.retrieve(names[2])
+        client.responses.retrieve(response_ids[1])
+    create_response(client)  # evicts the least recently used
+    assert client.responses.retrieve(response_ids[2])
     server.script.hold.clear()
-    running = [response(ask, background=True) for _ in range(8)]
+    running = [create_response(client, background=True) for _ in range(8)]
     with pytest.raises(openai.RateLimitError, match="as many responses are kept as may be"):
-        response(ask, background=True)
+        create_response(client, background=True)
     server.script.hold.set()
-    until(lambda: all(ask.responses.retrieve(one.id).status == "completed" for one in running))
+    until(
+        lambda: all(
+            client.responses.retrieve(running_response.id).status == "completed"
+            for running_response in running
+        )
+    )
 
 
-def test_a_server_that_keeps_none():
-    chosen = {"max_stored_responses": 0, "enable_prompt_tokens_details": True}
-    with scripted_server(FORMATS, **chosen) as server, client_of(server) as ask:
-        found = response(ask)
-        assert not found.store and found.output_text == said("hello")
+def test_server_without_stored_responses():
+    server_settings = {"max_stored_responses": 0, "enable_prompt_tokens_details": True}
+    with scripted_server(FORMATS, **server_settings) as server, make_client(server) as client:
+        unstored_response = create_response(client)
+        assert not unstored_response.store and unstored_response.output_text == said("hello")
         with pytest.raises(openai.NotFoundError):
-            ask.responses.retrieve(found.id)
+            client.responses.retrieve(unstored_response.id)
         with pytest.raises(openai.BadRequestError, match="background: needs stored responses"):
-            response(ask, background=True)
-        usage = ask.embeddings.create(model="quill", input="<user>hello").usage
+            create_response(client, background=True)
+        usage = client.embeddings.create(model="quill", input="<user>hello").usage
         assert usage.prompt_tokens_details["cached_tokens"] == 0
 
 
-def test_items_of_what_was_asked(ask):
-    found = response(ask, [{"role": "user", "content": str(i)} for i in range(5)])
-    page = ask.responses.input_items.list(found.id, limit=2, order="asc")
+def test_input_items_pagination(client):
+    stored_response = create_response(
+        client, [{"role": "user", "content": str(i)} for i in range(5)]
+    )
+    page = client.responses.input_items.list(stored_response.id, limit=2, order="asc")
     assert [item.content for item in page.data] == ["0", "1"] and page.has_more
-    assert [item.content for item in ask.responses.input_items.list(found.id, limit=2)] == [
+    assert [
+        item.content for item in client.responses.input_items.list(stored_response.id, limit=2)
+    ] == [
         "4",
         "3",
         "2",
         "1",
         "0",
     ]
-    for asked, param in (
+    for query, param in (
         ({"limit": 0}, "limit"),
         ({"order": "up"}, "order"),
         ({"after": "x"}, "after"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
-            ask.responses.input_items.list(found.id, **asked)
+            client.responses.input_items.list(stored_response.id, **query)
         assert caught.value.param == param
 
 
-def stored(size: int = 10) -> StoredResponse:
+def make_stored_response(size: int = 10) -> StoredResponse:
     body = {
         "id": "a",
         "object": "response",
@@ -419,90 +478,107 @@ def stored(size: int = 10) -> StoredResponse:
     return StoredResponse(body, [], None)
 
 
-def test_the_bytes_are_bounded():
-    one = len(msgspec.json.encode(stored(100).entry()))
-    kept = StoredResponses(100, 3 * one)
+def test_max_stored_bytes_evicts_least_recently_used():
+    entry_bytes = len(msgspec.json.encode(make_stored_response(100).entry()))
+    responses = StoredResponses(100, 3 * entry_bytes)
 
     def names() -> list[str]:
-        return [place.id for place in kept.storage.least_recently_used(KINDS)]
+        return [key.id for key in responses.storage.least_recently_used(KINDS)]
 
     for i in range(5):
-        assert kept.put(None, str(i), stored(100))
-        assert kept.storage.usage(*KINDS).bytes == one * len(names()) <= 3 * one
+        assert responses.put(None, str(i), make_stored_response(100))
+        assert (
+            responses.storage.usage(*KINDS).bytes == entry_bytes * len(names()) <= 3 * entry_bytes
+        )
     assert names() == ["2", "3", "4"]
-    assert not kept.put(None, "large", stored(1000)) and len(names()) == 3
-    assert kept.put(None, "4", stored(10))  # in its own place
-    kept.get(None, "2")
+    assert not responses.put(None, "large", make_stored_response(1000)) and len(names()) == 3
+    assert responses.put(None, "4", make_stored_response(10))  # replaces the entry
+    responses.get(None, "2")
     assert names() == ["3", "4", "2"]
     for name in names():
-        kept.delete(None, name)
-    assert kept.storage.usage(*KINDS) == (0, 0)
+        responses.delete(None, name)
+    assert responses.storage.usage(*KINDS) == (0, 0)
     with pytest.raises(HttpError, match="not found"):
-        kept.get("tenant", "4")
-    assert not StoredResponses(0, 1 << 20).put(None, "a", stored())
+        responses.get("tenant", "4")
+    assert not StoredResponses(0, 1 << 20).put(None, "a", make_stored_response())
 
 
 @shows(
     "openai", "conversations.create, retrieve, update, delete, items.create, list, retrieve, delete"
 )
-def test_conversations(ask, server):
-    """What is in one, in its order, for the key that made it."""
-    asked = {"role": "user", "content": "hello"}
-    found = ask.conversations.create(items=[asked], metadata={"who": "me"})
-    assert found.object == "conversation" and found.metadata == {"who": "me"}
-    assert ask.conversations.retrieve(found.id) == found
-    assert ask.conversations.update(found.id, metadata={}).metadata == {}
-    more = ask.conversations.items.create(found.id, items=[{**asked, "content": "bye"}])
-    items = ask.conversations.items.list(found.id, order="asc").data
-    assert [item.content for item in items] == ["hello", "bye"] and items[1].id == more.data[0].id
-    assert (
-        ask.conversations.items.retrieve(items[0].id, conversation_id=found.id).content == "hello"
+def test_conversations(client, server):
+    """A conversation keeps its items in order, and belongs to the API key that created it."""
+    message = {"role": "user", "content": "hello"}
+    conversation = client.conversations.create(items=[message], metadata={"who": "me"})
+    assert conversation.object == "conversation" and conversation.metadata == {"who": "me"}
+    assert client.conversations.retrieve(conversation.id) == conversation
+    assert client.conversations.update(conversation.id, metadata={}).metadata == {}
+    added_items = client.conversations.items.create(
+        conversation.id, items=[{**message, "content": "bye"}]
     )
-    ask.conversations.items.delete(items[0].id, conversation_id=found.id)
-    assert [item.id for item in ask.conversations.items.list(found.id)] == [items[1].id]
+    items = client.conversations.items.list(conversation.id, order="asc").data
+    assert [item.content for item in items] == ["hello", "bye"] and items[1].id == added_items.data[
+        0
+    ].id
+    assert (
+        client.conversations.items.retrieve(items[0].id, conversation_id=conversation.id).content
+        == "hello"
+    )
+    client.conversations.items.delete(items[0].id, conversation_id=conversation.id)
+    assert [item.id for item in client.conversations.items.list(conversation.id)] == [items[1].id]
     with (
-        client_of(server, "two") as other,
+        make_client(server, "two") as other_client,
         pytest.raises(openai.NotFoundError, match="Conversation with id"),
     ):
-        other.conversations.retrieve(found.id)
-    assert ask.conversations.delete(found.id).deleted
+        other_client.conversations.retrieve(conversation.id)
+    assert client.conversations.delete(conversation.id).deleted
     with pytest.raises(openai.NotFoundError):
-        ask.conversations.items.list(found.id)
-    for fields, words in (
+        client.conversations.items.list(conversation.id)
+    for fields, message_pattern in (
         ({"items": [{"type": "web_search_call"}]}, r"items\[0\]"),
         ({"metadata": {"a": 5}}, "metadata: must be at most 16 names"),
-        ({"items": [asked] * 21}, "items: must be a list of 0 to 20"),
+        ({"items": [message] * 21}, "items: must be a list of 0 to 20"),
     ):
-        with pytest.raises(openai.BadRequestError, match=words):
-            ask.conversations.create(**fields)
+        with pytest.raises(openai.BadRequestError, match=message_pattern):
+            client.conversations.create(**fields)
     with pytest.raises(openai.NotFoundError):
-        ask.conversations.retrieve(response(ask).id)
+        client.conversations.retrieve(create_response(client).id)
 
 
 @shows("openai", "responses.create(conversation=...)")
-def test_a_response_of_a_conversation(ask):
-    """It goes on from what is there, and what was asked and answered is there after it."""
-    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi"}]
-    talk = ask.conversations.create(items=begun)
-    asked = {
-        "conversation": talk.id,
+def test_response_in_conversation_appends_its_items(client):
+    """A response continues the conversation; its input and output become items of the
+    conversation.
+    """
+    initial_items = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi"}]
+    conversation = client.conversations.create(items=initial_items)
+    request_fields = {
+        "conversation": conversation.id,
         "extra_body": {"chat_template": "<user>{{ messages | length }}<assistant>"},
     }
-    first = response(ask, "weather in Rome", conversation=talk.id, tools=[TOOL])
-    assert first.conversation.id == talk.id
-    (call,) = [item for item in first.output if item.type == "function_call"]
-    kinds = [item.type for item in ask.conversations.items.list(talk.id, order="asc")]
+    first_response = create_response(
+        client, "weather in Rome", conversation=conversation.id, tools=[WEATHER_TOOL]
+    )
+    assert first_response.conversation.id == conversation.id
+    (call,) = [item for item in first_response.output if item.type == "function_call"]
+    kinds = [item.type for item in client.conversations.items.list(conversation.id, order="asc")]
     assert kinds == ["message"] * 4 + ["function_call"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-    with ask.responses.stream(
-        model="quill", input=[result], tools=[TOOL], conversation=talk.id, store=False
+    with client.responses.stream(
+        model="quill",
+        input=[result],
+        tools=[WEATHER_TOOL],
+        conversation=conversation.id,
+        store=False,
     ) as stream:
-        last = stream.get_final_response()
-    assert last.output_text == "It is sun."
-    assert response(ask, "again", **asked).output_text == said("7")
-    assert len(ask.conversations.items.list(talk.id, order="asc").data) == 9
+        final_response = stream.get_final_response()
+    assert final_response.output_text == "It is sun."
+    assert create_response(client, "again", **request_fields).output_text == said("7")
+    assert len(client.conversations.items.list(conversation.id, order="asc").data) == 9
     with pytest.raises(openai.NotFoundError) as caught:
-        response(ask, conversation="conv_0")
+        create_response(client, conversation="conv_0")
     assert (caught.value.param, caught.value.code) == ("conversation", "conversation_not_found")
     with pytest.raises(openai.BadRequestError, match="both say what was before"):
-        response(ask, conversation=talk.id, previous_response_id=first.id)
+        create_response(
+            client, conversation=conversation.id, previous_response_id=first_response.id
+        )

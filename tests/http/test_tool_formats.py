@@ -1,5 +1,6 @@
-"""The formats of tool calls: answers that were recorded in each, however they are cut; the types of
-arguments; what breaks; and which format a chat template shows."""
+"""Tool call formats: recorded answers with any slicing, argument types, malformed calls, and
+detection from chat templates.
+"""
 
 import json
 import time
@@ -19,37 +20,39 @@ from quire.tests.support.cases import cases
 from quire.tests.support.recorded_calls import ALONE, RECORDED, TOOLS, TRAINS, joined, read
 
 
-def maker(name: str, tools=TOOLS, reasoning: str | None = None):
+def parser_factory(name: str, tools=TOOLS, reasoning: str | None = None):
     return partial(parsing.make_parser, name.partition(",")[0], reasoning, tools)
 
 
-def slices_of(random: Random, text: str) -> list[str]:
+def random_slices(random: Random, text: str) -> list[str]:
     at = sorted(random.randrange(len(text) + 1) for _ in range(random.randrange(1, 12)))
     return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_calls_however_they_are_cut(name):
+def test_recorded_calls_do_not_depend_on_slicing(name):
     text = RECORDED[name]
-    make = maker(name)
+    make = parser_factory(name)
     random = Random(3)
     text = text if name in ALONE else f"Let me look. {text}"
-    whole = read(make, text)
-    said, _, calls = whole
+    expected = read(make, text)
+    content, _, calls = expected
     assert [call for call, _ in calls] == ["find_trains", "now"]
     assert [json.loads(arguments) for _, arguments in calls] == [TRAINS, {}]
-    assert said.strip() == ("" if name in ALONE - {"openai"} else "Let me look.")
-    assert read(make, *text) == whole
+    assert content.strip() == ("" if name in ALONE - {"openai"} else "Let me look.")
+    assert read(make, *text) == expected
     for at in range(len(text)):
-        assert read(make, text[:at], text[at:]) == whole
-        cut = read(make, text[:at])[2]
-        for (name_cut, part), (full_name, full) in zip(cut, calls, strict=False):
-            assert name_cut == full_name and full.startswith(part)
+        assert read(make, text[:at], text[at:]) == expected
+        truncated_calls = read(make, text[:at])[2]
+        for (truncated_name, partial_arguments), (full_name, full_arguments) in zip(
+            truncated_calls, calls, strict=False
+        ):
+            assert truncated_name == full_name and full_arguments.startswith(partial_arguments)
     for _ in range(30):
-        assert read(make, *slices_of(random, text)) == whole
+        assert read(make, *random_slices(random, text)) == expected
 
 
-SOUP = [
+FRAGMENTS = [
     '{"name": "f", "arguments": {"a": 1',
     '"arguments": "',
     "}",
@@ -87,13 +90,11 @@ FORMS = {name: form for name, form in parsing.TOOL_FORMS.items() if isinstance(f
 
 @pytest.mark.random
 @pytest.mark.parametrize("name", FORMS)
-def test_any_text_is_read_the_same_however_it_is_cut(name):
-    """Marks in any order, and what stands between them: no error, nothing without end, and one
-    result.
-    """
+def test_arbitrary_marks_do_not_depend_on_slicing(name):
+    """Marks in any order with fragments between them raise no error, end, and give one result."""
     form = FORMS[name]
     random = Random(7)
-    whole_marks = [each for each in (form.begin, form.end, *form.prefixes) if each]
+    whole_marks = [mark for mark in (form.begin, form.end, *form.prefixes) if mark]
     marks = [
         *form.head,
         *form.closing,
@@ -102,23 +103,23 @@ def test_any_text_is_read_the_same_however_it_is_cut(name):
         form.quote or "<",
     ]
     for reasoning in (None, "qwen3"):
-        make = maker(name, {"f": TOOLS["find_trains"]}, reasoning)
+        make = parser_factory(name, {"f": TOOLS["find_trains"]}, reasoning)
         for _ in range(cases(60)):
-            parts = [
-                random.choice(marks if random.random() < 0.6 else SOUP)
+            slices = [
+                random.choice(marks if random.random() < 0.6 else FRAGMENTS)
                 for _ in range(random.randrange(1, 14))
             ]
-            if random.random() < 0.5:  # the beginning of a call, and then anything
+            if random.random() < 0.5:  # the start of a recorded call, then fragments
                 text = RECORDED[name]
-                parts = [text[: random.randrange(len(text))], *parts]
-            text = "".join(parts)
-            whole = read(make, text)
-            assert read(make, *text) == read(make, *parts) == whole
+                slices = [text[: random.randrange(len(text))], *slices]
+            text = "".join(slices)
+            expected = read(make, text)
+            assert read(make, *text) == read(make, *slices) == expected
             for at in random.sample(range(len(text) + 1), min(8, len(text))):
-                assert read(make, text[:at], text[at:]) == whole
+                assert read(make, text[:at], text[at:]) == expected
 
 
-LONG = {
+LONG_ANSWERS = {
     "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=to>\n" + "x\n<" * 60_000,
     "glm45": "<tool_call>f\n" + "<arg_key>to</arg_key>\n<arg_value>x</arg_value>\n" * 5_000,
     "pythonic": "[" + "f(to='x'), " * 15_000,
@@ -130,31 +131,36 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_a_long_answer_takes_time_in_proportion(name):
-    def seconds(answer: str) -> float:
-        parser = maker(name, {"f": TOOLS["find_trains"]})()
+@pytest.mark.parametrize("name", LONG_ANSWERS)
+def test_parse_time_is_linear_in_answer_length(name):
+    def parse_seconds(answer: str) -> float:
+        parser = parser_factory(name, {"f": TOOLS["find_trains"]})()
         start = time.process_time()
         for char in answer:
             parser.push(char)
         parser.finish()
         return time.process_time() - start
 
-    short = len(LONG[name]) // 20
-    assert seconds(LONG[name]) < 4 * 20 * sum(seconds(LONG[name][:short]) for _ in range(4)) / 4
+    short_length = len(LONG_ANSWERS[name]) // 20
+    assert (
+        parse_seconds(LONG_ANSWERS[name])
+        < 4 * 20 * sum(parse_seconds(LONG_ANSWERS[name][:short_length]) for _ in range(4)) / 4
+    )
 
 
-def test_every_format_is_recorded():
+def test_every_tool_format_is_recorded():
     assert {name.partition(",")[0] for name in RECORDED} == set(parsing.TOOL_PARSERS) - {"harmony"}
 
 
 @pytest.mark.parametrize("name", sorted(set(RECORDED) - ALONE))
-def test_text_behind_calls_is_text(name):
-    said, _, calls = read(maker(name), f"{RECORDED[name]}\nThat is [all] of it, {{really}}.")
-    assert len(calls) == 2 and said.strip() == "That is [all] of it, {really}."
+def test_text_after_calls_is_content(name):
+    content, _, calls = read(
+        parser_factory(name), f"{RECORDED[name]}\nThat is [all] of it, {{really}}."
+    )
+    assert len(calls) == 2 and content.strip() == "That is [all] of it, {really}."
 
 
-STRINGS = [
+STRING_FORMATS = [
     "qwen3_coder",
     "glm45",
     "minimax_m2",
@@ -166,16 +172,16 @@ STRINGS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*STRINGS, "olmo3", "hermes", "kimi_k2"])
-def test_a_text_streams(name):
-    """What a string argument has comes at once, and not when the argument is whole."""
+@pytest.mark.parametrize("name", [*STRING_FORMATS, "olmo3", "hermes", "kimi_k2"])
+def test_string_arguments_are_streamed(name):
+    """String arguments are sent before they are complete."""
     text = RECORDED[name]
-    parser = maker(name)()
+    parser = parser_factory(name)()
     at = text.index("Zürich") + 4
     assert joined(parser.push(text[:at]))[2][-1][1].endswith('"to": "Züri')
 
 
-ODD = {
+TYPES_SCHEMA = {
     "type": "object",
     "properties": {
         "text": {"type": "string"},
@@ -192,7 +198,7 @@ ODD = {
     },
     "$defs": {"map": {"type": "object"}},
 }
-TYPED = [  # property, text, JSON
+TYPED_VALUES = [  # (property, text, JSON)
     ("text", "123", '"123"'),
     ("text", "null", '"null"'),
     ("text", ' {"a": 1}', '" {\\"a\\": 1}"'),
@@ -228,17 +234,17 @@ TYPED = [  # property, text, JSON
 ]
 
 
-@pytest.mark.parametrize(("key", "text", "wanted"), TYPED)
-def test_a_text_between_tags_gets_the_type_of_the_schema(key, text, wanted):
+@pytest.mark.parametrize(("key", "text", "json_value"), TYPED_VALUES)
+def test_tagged_values_get_the_schema_type(key, text, json_value):
     answer = f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    assert read(maker("qwen3_coder", {"f": ODD}), answer) == (
+    assert read(parser_factory("qwen3_coder", {"f": TYPES_SCHEMA}), answer) == (
         "",
         "",
-        [("f", f'{{"{key}": {wanted}}}')],
+        [("f", f'{{"{key}": {json_value}}}')],
     )
 
 
-CUT = [  # parser, answer; text, calls
+MALFORMED_ANSWERS = [  # (parser, answer, content, calls)
     ("qwen3_coder", "<tool_call>no</tool_call> x", "<tool_call>no</tool_call> x", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\nhm", "<tool_call>\n<function=f>\nhm", []),
     (
@@ -247,7 +253,7 @@ CUT = [  # parser, answer; text, calls
         "<tool_call>\n<function=>\n</function>",
         [],
     ),
-    # without the tags that stand round it, or that end a value or the call
+    # without the tags around it, or those that end a value or the call
     (
         "qwen3_coder",
         "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
@@ -335,21 +341,21 @@ CUT = [  # parser, answer; text, calls
 ]
 
 
-@pytest.mark.parametrize(("name", "answer", "text", "calls"), CUT)
-def test_what_is_no_call_is_text_and_what_breaks_ends_the_call(name, answer, text, calls):
+@pytest.mark.parametrize(("name", "answer", "text", "calls"), MALFORMED_ANSWERS)
+def test_malformed_calls_become_text_or_end_early(name, answer, text, calls):
     for slices in [(answer,), tuple(answer)]:
-        assert read(maker(name, {}), *slices) == (text, "", calls)
+        assert read(parser_factory(name, {}), *slices) == (text, "", calls)
 
 
-def test_the_ids_of_kimi_are_its_own():
-    pieces = maker("kimi_k2")().push(RECORDED["kimi_k2"])
+def test_kimi_call_ids_come_from_the_model():
+    pieces = parser_factory("kimi_k2")().push(RECORDED["kimi_k2"])
     assert [piece.id for piece in pieces if isinstance(piece, CallStart)] == [
         "functions.find_trains:0",
         "functions.now:1",
     ]
 
 
-THOUGHTS = [  # parser, what the prompt has done, answer; thought, the rest
+REASONING_ANSWERS = [  # (parser, whether the prompt opens reasoning, answer, reasoning, content)
     ("qwen3", None, "<think>\na\n</think>\n\nb", "a", "b"),
     ("qwen3", True, "a\n</think>\n\nb", "a", "b"),
     ("qwen3", False, "b", "", "b"),
@@ -387,15 +393,15 @@ THOUGHTS = [  # parser, what the prompt has done, answer; thought, the rest
 ]
 
 
-@pytest.mark.parametrize(("name", "opened", "answer", "thought", "rest"), THOUGHTS)
-def test_thoughts_however_they_are_cut(name, opened, answer, thought, rest):
+@pytest.mark.parametrize(("name", "opened", "answer", "reasoning", "content"), REASONING_ANSWERS)
+def test_reasoning_does_not_depend_on_slicing(name, opened, answer, reasoning, content):
     make = partial(parsing.make_parser, None, name, None, opened)
-    assert read(make, answer) == read(make, *answer) == (rest, thought, [])
+    assert read(make, answer) == read(make, *answer) == (content, reasoning, [])
     for at in range(len(answer)):
-        assert read(make, answer[:at], answer[at:]) == (rest, thought, [])
+        assert read(make, answer[:at], answer[at:]) == (content, reasoning, [])
 
 
-PAIRS = [
+PARSER_PAIRS = [
     ("qwen3_coder", "qwen3"),
     ("glm45", "glm45"),
     ("deepseek_v31", "deepseek_v3"),
@@ -411,29 +417,29 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("tool", "reasoning"), PAIRS)
-def test_a_thought_before_calls(tool, reasoning):
+@pytest.mark.parametrize(("tool", "reasoning"), PARSER_PAIRS)
+def test_reasoning_before_tool_calls(tool, reasoning):
     described = parsing.REASONING[reasoning]
     assert isinstance(described, Thoughts)
-    make = maker(tool, reasoning=reasoning)
+    make = parser_factory(tool, reasoning=reasoning)
     text = f"{described.opens[0]}\nSo.{described.closes[0]}\n\n{RECORDED[tool]}"
-    whole = read(make, text)
-    assert whole[0].strip() == "" and whole[1] == "So."
-    assert [json.loads(arguments) for _, arguments in whole[2]] == [TRAINS, {}]
-    assert read(make, *text) == whole
+    expected = read(make, text)
+    assert expected[0].strip() == "" and expected[1] == "So."
+    assert [json.loads(arguments) for _, arguments in expected[2]] == [TRAINS, {}]
+    assert read(make, *text) == expected
     for at in range(0, len(text), 3):
-        assert read(make, text[:at], text[at:]) == whole
+        assert read(make, text[:at], text[at:]) == expected
 
 
-def test_a_call_may_end_a_thought_of_kimi():
+def test_kimi_call_ends_reasoning():
     text = f"So.{RECORDED['kimi_k2']}"
-    said, thought, calls = read(
+    content, reasoning, calls = read(
         partial(parsing.make_parser, "kimi_k2", "kimi_k2", TOOLS, True), text
     )
-    assert (said, thought, len(calls)) == ("", "So.", 2)
+    assert (content, reasoning, len(calls)) == ("", "So.", 2)
 
 
-# What the public chat templates have of their formats, in short.
+# Excerpts of public chat templates.
 TEMPLATES = [
     (
         "{{ '<tool_call>\\n<function=' + call.name + '>\\n' }}<parameter= </think>",
@@ -493,11 +499,11 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "tool", "reasoning"), TEMPLATES)
-def test_the_format_that_a_template_shows(template, tool, reasoning):
+def test_detect_parsers_from_template(template, tool, reasoning):
     assert parsing.detect(template) == (tool, reasoning)
 
 
-def test_what_the_end_of_a_prompt_says():
+def test_prompt_end_opens_reasoning():
     for end, opened in {
         "<think>\n": True,
         "<seed:think>": True,
@@ -519,12 +525,12 @@ glm47 openai_gptoss granite holo2 hunyuan_a13b hy_v3 kimi_k2 kimi_k3 mimo minima
 mistral nemotron_v3 olmo3 qwen3 seed_oss step3 step3p5 inkling solar_open2""".split()
 
 
-def test_the_names_of_vllm_are_served_or_refused_with_a_reason():
-    for names, served, refused, field in (
+def test_vllm_parser_names_are_served_or_rejected_with_a_reason():
+    for names, served, rejected, field in (
         (VLLM_TOOLS, parsing.TOOL_PARSERS, parsing.REFUSED_TOOLS, "tool_call_parser"),
         (VLLM_REASONING, parsing.REASONING_PARSERS, parsing.REFUSED_REASONING, "reasoning_parser"),
     ):
-        assert set(names) <= {*served, *refused} and not set(served) & set(refused)
+        assert set(names) <= {*served, *rejected} and not set(served) & set(rejected)
         for name in names:
             if name in served:
                 assert getattr(Formats(**{field: name}), field) == name
@@ -533,7 +539,7 @@ def test_the_names_of_vllm_are_served_or_refused_with_a_reason():
                     Formats(**{field: name})
 
 
-def test_the_page_of_formats_says_what_is_so():
+def test_tools_page_is_up_to_date():
     assert tools_page.PAGE.read_text() == tools_page.document(), (
         "python tests/support/tools_page.py > docs/tools.md"
     )

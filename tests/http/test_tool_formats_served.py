@@ -1,4 +1,4 @@
-"""Calls that are wanted, over HTTP, in the format that the chat template of a request shows."""
+"""Forced tool calls over HTTP, in the format that the request's chat template shows."""
 
 import json
 
@@ -9,7 +9,7 @@ from openai import BadRequestError, OpenAI
 from quire.serving.http.settings import Formats
 from quire.tests.support.talk import bundled_server
 
-SHOWN = {
+CALL_MARKERS = {
     "qwen3_coder": "<function=",
     "glm45": "<arg_key>",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",
@@ -33,10 +33,10 @@ SCHEMA = {
     "required": ["to", "seats"],
     "additionalProperties": False,
 }
-NONE = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [
     {"type": "function", "function": {"name": "find_trains", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "now", "parameters": NONE}},
+    {"type": "function", "function": {"name": "now", "parameters": NO_ARGUMENTS}},
 ]
 
 
@@ -44,13 +44,13 @@ TOOLS = [
 def client():
     with (
         bundled_server(Formats()) as state,
-        OpenAI(base_url=f"{state.url}/v1", api_key="none", max_retries=0) as made,
+        OpenAI(base_url=f"{state.url}/v1", api_key="none", max_retries=0) as openai_client,
     ):
-        yield made
+        yield openai_client
 
 
-def called(client, template: str, choice, **more) -> list[tuple[str, str]]:
-    asked = {
+def check_calls(client, template: str, choice, **fields) -> list[tuple[str, str]]:
+    request = {
         "model": "quill",
         "messages": [{"role": "user", "content": "sort 3 1 2"}],
         "tools": TOOLS,
@@ -59,41 +59,43 @@ def called(client, template: str, choice, **more) -> list[tuple[str, str]]:
         "temperature": 1,
         "seed": 4,
         "extra_body": {"chat_template": template},
-        **more,
+        **fields,
     }
-    whole = client.chat.completions.create(**asked).choices[0]
-    assert whole.finish_reason == "tool_calls" and not whole.message.content
-    found = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    response = client.chat.completions.create(**request).choices[0]
+    assert response.finish_reason == "tool_calls" and not response.message.content
+    calls = [(call.function.name, call.function.arguments) for call in response.message.tool_calls]
     streamed: list[tuple[str, str]] = []
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**request, stream=True):
         for call in chunk.choices[0].delta.tool_calls or []:
             if call.id:
                 streamed.append((call.function.name, ""))
             streamed[-1] = (streamed[-1][0], streamed[-1][1] + (call.function.arguments or ""))
-    assert streamed == found
-    return found
+    assert streamed == calls
+    return calls
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", CALL_MARKERS)
 @pytest.mark.slow
-def test_wanted_calls_in_the_format_of_the_template(client, name):
-    template = TEMPLATE % (SHOWN[name], "")
-    named = {"type": "function", "function": {"name": "find_trains"}}
-    for choice, more in (
-        (named, {}),
+def test_forced_calls_follow_the_template_format(client, name):
+    template = TEMPLATE % (CALL_MARKERS[name], "")
+    named_choice = {"type": "function", "function": {"name": "find_trains"}}
+    for choice, fields in (
+        (named_choice, {}),
         ("required", {}),
         ("required", {"parallel_tool_calls": False}),
     ):
-        found = called(client, template, choice, **more)
-        assert len(found) == 1 or choice == "required"
-        for call, arguments in found:
-            jsonschema.validate(json.loads(arguments), SCHEMA if call == "find_trains" else NONE)
+        calls = check_calls(client, template, choice, **fields)
+        assert len(calls) == 1 or choice == "required"
+        for call, arguments in calls:
+            jsonschema.validate(
+                json.loads(arguments), SCHEMA if call == "find_trains" else NO_ARGUMENTS
+            )
             assert call == "find_trains" or choice == "required"
 
 
-def test_a_thought_that_the_prompt_has_opened_ends_before_the_call(client):
+def test_reasoning_opened_by_the_prompt_ends_before_a_forced_call(client):
     template = TEMPLATE % ("<tool_call></think>", "<think>")
-    asked = {
+    request = {
         "model": "quill",
         "messages": [{"role": "user", "content": "sort 3 1 2"}],
         "tools": TOOLS,
@@ -101,17 +103,19 @@ def test_a_thought_that_the_prompt_has_opened_ends_before_the_call(client):
         "max_tokens": 60,
         "extra_body": {"chat_template": template},
     }
-    found = client.chat.completions.create(**asked).choices[0]
-    assert found.message.reasoning_content and not found.message.content
+    choice = client.chat.completions.create(**request).choices[0]
+    assert choice.message.reasoning_content and not choice.message.content
 
 
-ODD = {
+UNSUPPORTED_SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": "(?=x)"}}},
 }
 
 
-def asked_with(client, schema, choice, strict: bool = False, shown: str = "<function=", **more):
+def complete_with_schema(
+    client, schema, choice, strict: bool = False, call_marker: str = "<function=", **fields
+):
     function = {"name": "find_trains", "parameters": schema, "strict": strict}
     return client.chat.completions.create(
         model="quill",
@@ -119,32 +123,34 @@ def asked_with(client, schema, choice, strict: bool = False, shown: str = "<func
         max_tokens=30,
         tools=[TOOLS[1], {"type": "function", "function": function}],
         tool_choice=choice,
-        extra_body={"chat_template": TEMPLATE % (shown, ""), **more},
+        extra_body={"chat_template": TEMPLATE % (call_marker, ""), **fields},
     ).choices[0]
 
 
-@pytest.mark.parametrize("shown", ["<function=", ""])
-def test_a_schema_that_cannot_be_kept_is_treated_alike_by_auto_and_required(client, shown):
-    """A strict one is refused by its name in the request; without `strict` the arguments are any
-    object.
+@pytest.mark.parametrize("call_marker", ["<function=", ""])
+def test_unsupported_tool_schema_is_rejected_only_if_strict(client, call_marker):
+    """A strict schema is rejected with the request field's name; without `strict` the arguments are
+    any object, for `auto` and `required` alike.
     """
-    named = {"type": "function", "function": {"name": "find_trains"}}
-    for choice in ("required", named, *(["auto"] if shown else [])):
-        assert asked_with(client, ODD, choice, shown=shown).message
+    named_choice = {"type": "function", "function": {"name": "find_trains"}}
+    for choice in ("required", named_choice, *(["auto"] if call_marker else [])):
+        assert complete_with_schema(
+            client, UNSUPPORTED_SCHEMA, choice, call_marker=call_marker
+        ).message
         if choice != "required":
             with pytest.raises(BadRequestError, match="look-around") as caught:
-                asked_with(client, ODD, choice, True, shown) if choice != "auto" else strict_alone(
-                    client
-                )
+                complete_with_schema(
+                    client, UNSUPPORTED_SCHEMA, choice, True, call_marker
+                ) if choice != "auto" else complete_with_strict_tool(client)
             assert caught.value.param in (
                 "tools[1].function.parameters",
                 "tools[0].function.parameters",
             )
 
 
-def strict_alone(client):
-    """A call of one strict tool, which `auto` holds to its schema."""
-    function = {"name": "find_trains", "parameters": ODD, "strict": True}
+def complete_with_strict_tool(client):
+    """A request with one strict tool, whose schema constrains calls under tool_choice `auto`."""
+    function = {"name": "find_trains", "parameters": UNSUPPORTED_SCHEMA, "strict": True}
     return client.chat.completions.create(
         model="quill",
         messages=[{"role": "user", "content": "sort 3 1 2"}],
@@ -153,24 +159,24 @@ def strict_alone(client):
     )
 
 
-PLACE = {
+UNSUPPORTED_PLACE = {
     "type": "object",
     "properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
 }
-WRONG: list[tuple[str, dict, str]] = [
+INVALID_SCHEMAS: list[tuple[str, dict, str]] = [
     (
         "chat/completions",
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": PLACE}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": UNSUPPORTED_PLACE}}},
         "response_format.json_schema.schema",
     ),
     (
         "chat/completions",
-        {"response_format": {"type": "json_object", "schema": PLACE}},
+        {"response_format": {"type": "json_object", "schema": UNSUPPORTED_PLACE}},
         "response_format.schema",
     ),
     (
         "chat/completions",
-        {"response_format": {"type": "json", "value": PLACE}},
+        {"response_format": {"type": "json", "value": UNSUPPORTED_PLACE}},
         "response_format.value",
     ),
     (
@@ -184,18 +190,20 @@ WRONG: list[tuple[str, dict, str]] = [
         "response_format.schema",
     ),
     ("chat/completions", {"response_format": {"type": "json"}}, "response_format.value"),
-    ("chat/completions", {"structured_outputs": {"json": PLACE}}, "structured_outputs"),
-    ("chat/completions", {"guided_json": PLACE}, "guided_json"),
+    ("chat/completions", {"structured_outputs": {"json": UNSUPPORTED_PLACE}}, "structured_outputs"),
+    ("chat/completions", {"guided_json": UNSUPPORTED_PLACE}, "guided_json"),
     ("completions", {"response_format": {"type": "regex", "value": "("}}, "response_format.value"),
     (
         "responses",
-        {"text": {"format": {"type": "json_schema", "name": "n", "schema": PLACE}}},
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": UNSUPPORTED_PLACE}}},
         "text.format.schema",
     ),
     (
         "responses",
         {
-            "tools": [{"type": "function", "name": "f", "parameters": PLACE, "strict": True}],
+            "tools": [
+                {"type": "function", "name": "f", "parameters": UNSUPPORTED_PLACE, "strict": True}
+            ],
             "tool_choice": {"type": "function", "name": "f"},
             "chat_template": TEMPLATE % ("", ""),
         },
@@ -203,44 +211,47 @@ WRONG: list[tuple[str, dict, str]] = [
     ),
     (
         "messages",
-        {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}, "max_tokens": 5},
+        {
+            "output_config": {"format": {"type": "json_schema", "schema": UNSUPPORTED_PLACE}},
+            "max_tokens": 5,
+        },
         "output_config.format.schema",
     ),
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), WRONG)
-def test_errors_name_the_field_that_was_sent(client, path, fields, param):
+@pytest.mark.parametrize(("path", "fields", "param"), INVALID_SCHEMAS)
+def test_schema_errors_name_the_request_field(client, path, fields, param):
     turn = [{"role": "user", "content": "x"}]
     prompt = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(
         path, {"messages": turn}
     )
     with pytest.raises(BadRequestError) as caught:
         client.post(f"/{path}", body={"model": "quill", **prompt, **fields}, cast_to=object)
-    told = json.dumps(caught.value.body)
-    assert f"{param}: " in told or f'"{param}"' in told, told
+    error_text = json.dumps(caught.value.body)
+    assert f"{param}: " in error_text or f'"{param}"' in error_text, error_text
 
 
-def test_other_spellings_of_a_form(client):
-    """`json_object` with a schema, and huggingface_hub's type and value."""
+def test_response_format_aliases(client):
+    """`json_object` with a schema, and the type and value of huggingface_hub."""
     schema = {
         "type": "object",
         "properties": {"a": {"const": 1}},
         "required": ["a"],
         "additionalProperties": False,
     }
-    for form, right in (
+    for response_format, expected in (
         ({"type": "json_object", "schema": schema}, {"a": 1}),
         ({"type": "json", "value": schema}, {"a": 1}),
         ({"type": "json", "value": json.dumps(schema)}, {"a": 1}),
         ({"type": "json_schema", "value": {"name": "n", "schema": schema}}, {"a": 1}),
         ({"type": "regex", "value": "[7]{3}"}, 777),
     ):
-        found = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model="quill",
             messages=[{"role": "user", "content": "x"}],
             max_tokens=60,
-            response_format=form,
+            response_format=response_format,
             extra_body={"seed": 1},
         )
-        assert json.loads(found.choices[0].message.content) == right
+        assert json.loads(completion.choices[0].message.content) == expected

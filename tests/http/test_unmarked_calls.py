@@ -1,5 +1,5 @@
-"""Calls that begin an answer without marks, as Qwen2.5-Coder writes them, and JSON that is no
-call.
+"""Unmarked tool calls at the start of an answer, as Qwen2.5-Coder writes them, and JSON that is not
+a call.
 """
 
 import json
@@ -29,17 +29,20 @@ TOOLS = {
     "any": {},
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-MAKE = partial(parsing.make_parser, "hermes", None, TOOLS)
+MAKE_PARSER = partial(parsing.make_parser, "hermes", None, TOOLS)
 CITY = '{"city": "Zürich"}'
 OBJECT = '{"name": "weather", "arguments": ' + CITY + "}"
 INDENTED = '{\n  "name": "weather",\n  "arguments": {\n    "city": "Bern",\n    "days": 2\n  }\n}'
 BERN = '{\n    "city": "Bern",\n    "days": 2\n  }'
-CALLS: dict[str, tuple[str, list[tuple[str, str]]]] = {  # answer: what is said, the calls
+ANSWERS_WITH_CALLS: dict[str, tuple[str, list[tuple[str, str]]]] = {  # answer: (content, calls)
     OBJECT: ("", [("weather", CITY)]),
     f"\n{OBJECT}  \n": ("", [("weather", CITY)]),
     f"```json\n{INDENTED}\n```": ("", [("weather", BERN)]),
     f"```\n{OBJECT}\n```\n": ("", [("weather", CITY)]),
-    f"```json\n{INDENTED}": ("", [("weather", BERN)]),  # the model ended its answer there
+    f"```json\n{INDENTED}": (
+        "",
+        [("weather", BERN)],
+    ),  # the model ended its answer without the closing fence
     f"```json\n{OBJECT}\n{INDENTED}\n```": ("", [("weather", CITY), ("weather", BERN)]),
     f"```json\n{OBJECT}\n```\n\n```json\n{INDENTED}\n```": (
         "",
@@ -56,7 +59,7 @@ CALLS: dict[str, tuple[str, list[tuple[str, str]]]] = {  # answer: what is said,
     f"{OBJECT}\n<tool_call>{OBJECT}</tool_call>": ("", [("weather", CITY)] * 2),
     f'{OBJECT}\n{{"answer": 1}}': ('\n{"answer": 1}', [("weather", CITY)]),
 }
-TEXTS = [
+ANSWERS_WITHOUT_CALLS = [
     '{"name": "Bob", "age": 3}',
     '{"answer": 42}',
     '```json\n{"name": "Bob", "arguments": {"city": "Bern"}}\n```',
@@ -93,44 +96,44 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("answer", CALLS)
-def test_calls_without_marks_however_they_are_cut(answer):
-    said, calls = CALLS[answer]
+@pytest.mark.parametrize("answer", ANSWERS_WITH_CALLS)
+def test_unmarked_calls_do_not_depend_on_slicing(answer):
+    content, calls = ANSWERS_WITH_CALLS[answer]
     for slices in [
         (answer,),
         tuple(answer),
         *((answer[:at], answer[at:]) for at in range(len(answer))),
     ]:
-        assert read(MAKE, *slices) == (said, "", calls)
+        assert read(MAKE_PARSER, *slices) == (content, "", calls)
 
 
-@pytest.mark.parametrize("answer", TEXTS)
-def test_what_is_no_call_comes_out_unchanged(answer):
+@pytest.mark.parametrize("answer", ANSWERS_WITHOUT_CALLS)
+def test_answers_without_calls_stay_unchanged(answer):
     for slices in [
         (answer,),
         tuple(answer),
         *((answer[:at], answer[at:]) for at in range(len(answer))),
     ]:
-        assert read(MAKE, *slices) == (answer, "", [])
+        assert read(MAKE_PARSER, *slices) == (answer, "", [])
 
 
-def test_a_call_that_is_cut_off_is_text():
+def test_truncated_unmarked_call_is_content():
     answer = f"```json\n{INDENTED}\n```"
     for at in range(len(answer) - 4):
-        assert read(MAKE, answer[:at]) == (answer[:at], "", [])
+        assert read(MAKE_PARSER, answer[:at]) == (answer[:at], "", [])
 
 
 @pytest.mark.parametrize(
     "head", ['{"a', '{"name": "B', "```p", "[", '{"name": "weather", "x', "```json\n["]
 )
-def test_text_comes_as_soon_as_it_is_no_call(head):
-    """With the character behind the string that no call has there."""
-    parser = MAKE()
+def test_text_is_streamed_once_it_cannot_be_a_call(head):
+    """At the latest with the character after a string that no call has there."""
+    parser = MAKE_PARSER()
     pieces = [piece for char in head + '":' for piece in parser.push(char)]
     assert "".join(piece.text for piece in pieces) == head + '":'  # type: ignore[union-attr]
 
 
-def test_a_tool_parser_without_tools_or_of_another_format_reads_no_unmarked_calls():
+def test_unmarked_calls_need_tools_and_a_supporting_parser():
     for make in (
         partial(parsing.make_parser, "hermes", None, {}),
         partial(parsing.make_parser, "qwen3_xml", None, TOOLS),
@@ -139,11 +142,15 @@ def test_a_tool_parser_without_tools_or_of_another_format_reads_no_unmarked_call
     is_json = partial(parsing.make_parser, "hermes", None, TOOLS, is_json=True)
     assert read(is_json, OBJECT) == (OBJECT, "", [])
     assert read(is_json, f"<tool_call>{OBJECT}</tool_call>") == ("", "", [("weather", CITY)])
-    thought = partial(parsing.make_parser, "hermes", "qwen3", TOOLS)
-    assert read(thought, f"<think>Hm.</think>\n\n{OBJECT}") == ("", "Hm.", [("weather", CITY)])
+    with_reasoning = partial(parsing.make_parser, "hermes", "qwen3", TOOLS)
+    assert read(with_reasoning, f"<think>Hm.</think>\n\n{OBJECT}") == (
+        "",
+        "Hm.",
+        [("weather", CITY)],
+    )
 
 
-PIECES = [
+FRAGMENTS = [
     "{",
     "}",
     '"',
@@ -172,13 +179,13 @@ PIECES = [
 
 
 @pytest.mark.random
-def test_any_text_is_read_the_same_however_it_is_cut():
-    """And is lost nowhere: without calls it is what was written."""
+def test_arbitrary_fragments_do_not_depend_on_slicing():
+    """Without calls, the text is unchanged."""
     rng = Random(5)
-    called = 0
+    num_with_calls = 0
     for _ in range(cases(1500)):
-        parts = [rng.choice(PIECES) for _ in range(rng.randrange(1, 10))]
-        parts = [
+        slices = [rng.choice(FRAGMENTS) for _ in range(rng.randrange(1, 10))]
+        slices = [
             *rng.choice(
                 [
                     [],
@@ -187,16 +194,16 @@ def test_any_text_is_read_the_same_however_it_is_cut():
                     ['{"name": "weather", "arguments": ', CITY],
                 ]
             ),
-            *parts,
+            *slices,
         ]
-        text = "".join(parts)
-        whole = read(MAKE, text)
-        assert read(MAKE, *text) == read(MAKE, *parts) == whole
+        text = "".join(slices)
+        expected = read(MAKE_PARSER, text)
+        assert read(MAKE_PARSER, *text) == read(MAKE_PARSER, *slices) == expected
         at = rng.randrange(len(text) + 1)
-        assert read(MAKE, text[:at], text[at:]) == whole
-        assert whole[0] == text or whole[2]
-        called += bool(whole[2])
-    assert called > 20
+        assert read(MAKE_PARSER, text[:at], text[at:]) == expected
+        assert expected[0] == text or expected[2]
+        num_with_calls += bool(expected[2])
+    assert num_with_calls > 20
 
 
 def random_schema(rng: Random, depth: int = 0) -> dict[str, Any] | bool:
@@ -271,9 +278,9 @@ def random_value(rng: Random, depth: int = 0) -> Any:
 
 
 @pytest.mark.random
-def test_what_fits_a_schema_agrees_with_jsonschema():
+def test_schema_fit_agrees_with_jsonschema():
     rng = Random(1)
-    fitting = 0
+    num_fitting = 0
     for _ in range(cases(3000)):
         schema = random_schema(rng)
         if isinstance(schema, dict):
@@ -283,14 +290,14 @@ def test_what_fits_a_schema_agrees_with_jsonschema():
             schema = {"allOf": [schema], "$defs": schema["$defs"]}
         expected = jsonschema.Draft202012Validator(schema).is_valid(value)
         assert fits(value, schema) == expected, (value, schema)
-        fitting += expected
-    assert fitting > 40
+        num_fitting += expected
+    assert num_fitting > 40
 
 
-def test_a_schema_that_contains_itself_ends():
-    """Every step is counted; what needs too many is no call."""
-    itself = {"anyOf": [{"$ref": "#"}, {"$ref": "#"}], "type": "object"}
-    assert not fits({"a": 1}, itself)
+def test_recursive_schema_fit_takes_bounded_steps():
+    """A value that needs too many steps does not count as a call."""
+    self_reference = {"anyOf": [{"$ref": "#"}, {"$ref": "#"}], "type": "object"}
+    assert not fits({"a": 1}, self_reference)
     assert MAX_STEPS <= 10_000
     tree = {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False}
     assert fits({"child": {"child": {}}}, tree) and not fits({"child": {"other": {}}}, tree)

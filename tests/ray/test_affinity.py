@@ -1,6 +1,4 @@
-"""Which replica a prompt goes to: by what was read where, within bounds on how uneven the load may
-get.
-"""
+"""Prefix-aware routing of prompts to replicas, within bounds on load imbalance."""
 
 import json
 import random
@@ -14,7 +12,7 @@ from quire.__main__ import app
 from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions
 from quire.serving.http.settings import ServerSettings
-from quire.serving.ray import affinity as module
+from quire.serving.ray import affinity as affinity_module
 from quire.serving.ray.affinity import (
     CHUNK,
     MAX_PREFIXES,
@@ -28,33 +26,37 @@ from quire.serving.ray.affinity import (
 from quire.serving.ray.scale import DeploymentPlan, ReplicaOptions
 
 
-def body(**fields) -> bytes:
+def json_body(**fields) -> bytes:
     return json.dumps(fields).encode()
 
 
-def chat(*turns: str, **fields) -> bytes:
-    return body(messages=[{"role": "user", "content": turn} for turn in turns], **fields)
+def chat_body(*turns: str, **fields) -> bytes:
+    return json_body(messages=[{"role": "user", "content": turn} for turn in turns], **fields)
 
 
-LONG = ["x" * 700, "y" * 900, "z" * 300]
+LONG_TURNS = ["x" * 700, "y" * 900, "z" * 300]
 
 
-def test_a_conversation_begins_as_its_last_turn_did():
-    before = body_prefix([], chat(*LONG[:2]))
-    after = body_prefix([], chat(*LONG))
-    assert len(before) > 4 and after[: len(before)] == before and len(after) > len(before)
-    assert body_prefix([], chat(LONG[0], LONG[2]))[:2] == before[:2]
+def test_conversation_prefix_extends_the_previous_turn():
+    prefix_before = body_prefix([], chat_body(*LONG_TURNS[:2]))
+    prefix_after = body_prefix([], chat_body(*LONG_TURNS))
+    assert (
+        len(prefix_before) > 4
+        and prefix_after[: len(prefix_before)] == prefix_before
+        and len(prefix_after) > len(prefix_before)
+    )
+    assert body_prefix([], chat_body(LONG_TURNS[0], LONG_TURNS[2]))[:2] == prefix_before[:2]
     for path in ("system", "instructions"):
-        with_one = body_prefix([], chat(*LONG, **{path: "s" * 600}))
+        prefix_with_field = body_prefix([], chat_body(*LONG_TURNS, **{path: "s" * 600}))
         assert (
-            with_one[:2] == body_prefix([], chat("another", **{path: "s" * 600}))[:2]
-            and with_one[0] != after[0]
+            prefix_with_field[:2] == body_prefix([], chat_body("another", **{path: "s" * 600}))[:2]
+            and prefix_with_field[0] != prefix_after[0]
         )
 
 
-def test_tenants_share_nothing():
+def test_tenants_share_no_prefixes():
     names = {
-        body_prefix(headers, chat(*LONG, **fields))[0]
+        body_prefix(headers, chat_body(*LONG_TURNS, **fields))[0]
         for headers in ([], [(b"authorization", b"Bearer a")], [(b"x-api-key", b"a")])
         for fields in ({}, {"cache_salt": "s"}, {"model": "m"})
     }
@@ -66,97 +68,99 @@ def test_tenants_share_nothing():
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": {}}', b"null"]
 )
-def test_what_is_no_request_has_no_beginnings(raw):
+def test_invalid_bodies_have_no_prefix(raw):
     assert body_prefix([], raw) == ()
 
 
-def test_of_a_huge_prompt_the_beginning_is_enough():
-    assert len(body_prefix([], body(prompt="a" * 10**6))) == MAX_PREFIXES
+def test_prefix_digests_are_bounded():
+    assert len(body_prefix([], json_body(prompt="a" * 10**6))) == MAX_PREFIXES
     assert prefix_digests(b"", b"a" * (CHUNK - 1)) == ()
 
 
-def test_to_the_one_that_has_read_most():
-    known = Affinity()
-    one = body_prefix([], chat(*LONG[:1]))
-    two = body_prefix([], chat(*LONG))
-    known.record_sent(one, "a")
-    known.record_sent(two, "b")
+def test_prefix_routing_prefers_longest_cached_prefix():
+    affinity = Affinity()
+    short_prefix = body_prefix([], chat_body(*LONG_TURNS[:1]))
+    long_prefix = body_prefix([], chat_body(*LONG_TURNS))
+    affinity.record_sent(short_prefix, "a")
+    affinity.record_sent(long_prefix, "b")
     loads = {"a": 0, "b": 2, "c": 0}
-    assert known.order(two, loads) == ["b", "a", "c"]
-    assert known.order(two, loads, tried=["b"]) == ["a", "c", "b"]
-    assert known.order((), loads)[0] == "c"  # which was not chosen yet
-    assert known.order(two, loads | {"b": load_limit(0) + 1}) == ["a", "c", "b"]
-    known.retain({"a", "c"})
-    assert known.order(two, {"a": 0, "c": 0}) == ["a", "c"]
-    assert not any("b" in readers for readers in known.readers.values())
+    assert affinity.order(long_prefix, loads) == ["b", "a", "c"]
+    assert affinity.order(long_prefix, loads, tried=["b"]) == ["a", "c", "b"]
+    assert affinity.order((), loads)[0] == "c"  # the replica that was not chosen yet
+    assert affinity.order(long_prefix, loads | {"b": load_limit(0) + 1}) == ["a", "c", "b"]
+    affinity.retain({"a", "c"})
+    assert affinity.order(long_prefix, {"a": 0, "c": 0}) == ["a", "c"]
+    assert not any("b" in readers for readers in affinity.readers.values())
 
 
-def test_in_turn():
-    known = Affinity("round-robin")
-    chosen = []
+def test_round_robin_routing():
+    affinity = Affinity("round-robin")
+    chosen_replicas = []
     for _ in range(9):
-        best = known.order(body_prefix([], chat(*LONG)), dict.fromkeys("abc", 0))[0]
-        known.record_sent((), best)
-        chosen.append(best)
-    assert chosen == [*"abcabcabc"]
+        best = affinity.order(body_prefix([], chat_body(*LONG_TURNS)), dict.fromkeys("abc", 0))[0]
+        affinity.record_sent((), best)
+        chosen_replicas.append(best)
+    assert chosen_replicas == [*"abcabcabc"]
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(module, "REMEMBERED", 50)
-    known = Affinity()
+def test_remembered_prefixes_are_bounded(monkeypatch):
+    monkeypatch.setattr(affinity_module, "REMEMBERED", 50)
+    affinity = Affinity()
     first = token_prefix(range(640), None)
     for salt in range(40):
-        known.record_sent(token_prefix(range(640), str(salt)), "a")
-        known.record_sent(first, "a")
-    assert len(known.readers) == 50 and known.count_computed(first) == {"a": len(first)}
+        affinity.record_sent(token_prefix(range(640), str(salt)), "a")
+        affinity.record_sent(first, "a")
+    assert len(affinity.readers) == 50 and affinity.count_computed(first) == {"a": len(first)}
 
 
-def simulated(routing: str, seed: int, replicas: int = 4) -> tuple[float, int, Counter]:
-    """(the share of beginnings that were there, the most that one had more to do than the least,
-    who answered).
+def simulate_routing(routing: str, seed: int, replicas: int = 4) -> tuple[float, int, Counter]:
+    """Simulate requests; return (hit rate of prefixes, worst load above the limit, number of
+    requests by replica).
     """
     rng = random.Random(seed)
-    known = Affinity(routing)
+    affinity = Affinity(routing)
     open_: list[tuple[float, str]] = []
     caches: dict[str, set] = {str(name): set() for name in range(replicas)}
-    talks = [["s" * 2000] for _ in range(40)]
-    hot = [str(rng.random()) * 300]
-    hits = total = worst = 0
-    answered: Counter = Counter()
+    conversations = [["s" * 2000] for _ in range(40)]
+    popular_prompt = [str(rng.random()) * 300]
+    num_hits = num_prefixes = worst_imbalance = 0
+    num_answered: Counter = Counter()
     for step in range(2000):
         open_ = [(end, name) for end, name in open_ if end > step]
         loads = dict.fromkeys(caches, 0) | Counter(name for _, name in open_)
-        talk = rng.choice(talks) if rng.random() < 0.7 else hot  # which many ask for
-        if talk is not hot:
-            del talk[1 if len(talk) > 10 else len(talk) :]
-            talk.append(str(rng.random()) * 30)
-        prefix = body_prefix([], chat(*talk))
-        best = known.order(prefix, loads)[0]
-        known.record_sent(prefix, best)
-        hits = hits + sum(name in caches[best] for name in prefix)
-        total = total + len(prefix)
+        conversation = (
+            rng.choice(conversations) if rng.random() < 0.7 else popular_prompt
+        )  # a popular prompt
+        if conversation is not popular_prompt:
+            del conversation[1 if len(conversation) > 10 else len(conversation) :]
+            conversation.append(str(rng.random()) * 30)
+        prefix = body_prefix([], chat_body(*conversation))
+        best = affinity.order(prefix, loads)[0]
+        affinity.record_sent(prefix, best)
+        num_hits = num_hits + sum(name in caches[best] for name in prefix)
+        num_prefixes = num_prefixes + len(prefix)
         caches[best].update(prefix)
-        worst = max(worst, loads[best] - load_limit(min(loads.values())))
-        answered[best] += 1
+        worst_imbalance = max(worst_imbalance, loads[best] - load_limit(min(loads.values())))
+        num_answered[best] += 1
         open_.append((step + rng.expovariate(1 / 20), best))
-    return hits / total, worst, answered
+    return num_hits / num_prefixes, worst_imbalance, num_answered
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_more_is_found_and_nobody_drowns(seed):
-    found, worst, answered = simulated("prefix", seed)
-    in_turn, _, _ = simulated("round-robin", seed)
-    assert found > in_turn + 0.1
-    assert worst <= 0 and min(answered.values()) > 2000 / 4 / 2
+def test_prefix_routing_raises_hit_rate_within_load_limit(seed):
+    prefix_hit_rate, worst_imbalance, num_answered = simulate_routing("prefix", seed)
+    round_robin_hit_rate, _, _ = simulate_routing("round-robin", seed)
+    assert prefix_hit_rate > round_robin_hit_rate + 0.1
+    assert worst_imbalance <= 0 and min(num_answered.values()) > 2000 / 4 / 2
 
 
-@pytest.mark.parametrize("least", range(40))
-def test_the_bound(least):
-    assert least + SLACK <= load_limit(least) <= least + max(SLACK, least)
+@pytest.mark.parametrize("min_load", range(40))
+def test_load_limit(min_load):
+    assert min_load + SLACK <= load_limit(min_load) <= min_load + max(SLACK, min_load)
 
 
 @pytest.mark.parametrize(
-    ("chosen", "why"),
+    ("chosen", "message_pattern"),
     [
         ({"replicas": 0}, "replicas is 0"),
         ({"min_replicas": 2}, "max_replicas is not"),
@@ -168,12 +172,12 @@ def test_the_bound(least):
         ({"routing": "random"}, "prefix, round-robin"),
     ],
 )
-def test_scales_that_are_none(chosen, why):
-    with pytest.raises(ModelError, match=why):
+def test_invalid_replica_options_are_rejected(chosen, message_pattern):
+    with pytest.raises(ModelError, match=message_pattern):
         ReplicaOptions(**chosen)
 
 
-def test_how_many():
+def test_scaling_arguments():
     options = EngineOptions(max_num_seqs=32).on("cpu")
     assert ReplicaOptions().scaling_arguments(options) == {"num_replicas": 1}
     [(_, scaled)] = ReplicaOptions(max_replicas=4).scaling_arguments(options).items()
@@ -190,7 +194,7 @@ def test_how_many():
 
 
 @pytest.mark.parametrize(
-    ("models", "options", "scale", "why"),
+    ("models", "options", "scale", "message_pattern"),
     [
         (1, {"kv_cache_disk": "kv"}, {}, "kv_cache_disk is one process's own"),
         (1, {"trace": "file"}, {}, "trace is one"),
@@ -204,14 +208,14 @@ def test_how_many():
         (1, {"block_size": 0}, {}, "block_size is 0"),
     ],
 )
-def test_plans_that_are_none(models, options, scale, why):
-    with pytest.raises(ModelError, match=why):
+def test_invalid_deployment_plans_are_rejected(models, options, scale, message_pattern):
+    with pytest.raises(ModelError, match=message_pattern):
         DeploymentPlan(
             ((None, ("m",)),) * models, ServerSettings(), options, ReplicaOptions(**scale)
         )
 
 
-def test_readers_need_room_for_what_they_hand_over():
+def test_prefill_replicas_need_host_cache():
     assert DeploymentPlan(
         ((None, ("m",)),), ServerSettings(), {}, ReplicaOptions(prefill_replicas=1)
     ).replica_options["kv_cache_host_bytes"]
@@ -219,7 +223,7 @@ def test_readers_need_room_for_what_they_hand_over():
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("flags", "message_pattern"),
     [
         (["--replicas", "2"], "--replicas needs --engine ray"),
         (["--ray-address", "auto"], "--ray-address needs --engine ray"),
@@ -234,7 +238,7 @@ def test_readers_need_room_for_what_they_hand_over():
         (["--engine", "ray"], "pip install 'quire\\[ray\\]'"),
     ],
 )
-def test_command_lines_that_are_none(flags, why, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)  # it is not installed
-    with pytest.raises((ModelError, typer.TyperException), match=why):
+def test_invalid_ray_flags_are_rejected(flags, message_pattern, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if not installed
+    with pytest.raises((ModelError, typer.TyperException), match=message_pattern):
         typer.main.get_command(app)(["serve", *flags], standalone_mode=False)

@@ -1,5 +1,5 @@
-"""One engine reads prompts and another writes the answers: the same tokens as from one, and only
-the rest computed.
+"""Disaggregated prefill: one engine computes prompts and another decodes, with the tokens of a
+single engine.
 """
 
 import asyncio
@@ -27,8 +27,7 @@ from quire.tests.support.golden.recorded import Golden
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 PAGE = 8
-# Model, format of the cache, and how far scores of one engine alone differ with what else runs
-# (experts on XLA).
+# (model, KV cache dtype, tolerance of scores: XLA's expert products depend on the batch)
 KINDS = [
     ("llama", "auto", 0),
     ("gemma3-text", "auto", 0),
@@ -40,7 +39,7 @@ KINDS = [
 ]
 
 
-def start(folder, **chosen) -> AsyncLLM:
+def start_llm(folder, **overrides) -> AsyncLLM:
     options = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -51,95 +50,104 @@ def start(folder, **chosen) -> AsyncLLM:
         "kv_cache_memory_bytes": 32 << 20,
         "kv_cache_host_bytes": 32 << 20,
     }
-    return AsyncLLM(str(folder), **options | chosen)
+    return AsyncLLM(str(folder), **options | overrides)
 
 
-def asks(rng: random.Random, count: int) -> list[Ask]:
-    """Prompts that may begin alike, greedy and drawn."""
-    found = []
-    before = [rng.randrange(150) for _ in range(70)]
+def random_requests(rng: random.Random, count: int) -> list[Ask]:
+    """Prompts, some with a common prefix, sampled greedily or with a temperature."""
+    requests = []
+    common_prefix = [rng.randrange(150) for _ in range(70)]
     for index in range(count):
-        tokens = before[: rng.choice((0, 40, 70))] + [
+        tokens = common_prefix[: rng.choice((0, 40, 70))] + [
             rng.randrange(150) for _ in range(rng.randrange(1, 90))
         ]
         params = SamplingParams(
             temperature=index % 2, seed=index, max_tokens=12, ignore_eos=True, logprobs=2
         )
         terms = Terms(cache_salt=rng.choice((None, "a tenant")))
-        found.append(Ask(tokens, params, None, terms))
-    return found
+        requests.append(Ask(tokens, params, None, terms))
+    return requests
 
 
-async def answers(llm, asked: list[Ask]) -> list:
-    """Of all prompts at once."""
+async def generate_outputs(llm, requests: list[Ask]) -> list:
+    """Final outputs of all requests, run concurrently."""
 
-    async def last(ask: Ask):
-        prompt = {"prompt_token_ids": ask.tokens, "cache_salt": ask.terms.cache_salt}
-        return [output async for output in llm.generate(prompt, ask.params)][-1]
+    async def last(request: Ask):
+        prompt = {"prompt_token_ids": request.tokens, "cache_salt": request.terms.cache_salt}
+        return [output async for output in llm.generate(prompt, request.params)][-1]
 
-    return await asyncio.gather(*map(last, asked))
+    return await asyncio.gather(*map(last, requests))
 
 
-def same(one, other, tolerance: float = 0.0) -> None:
-    [one], [other] = one.outputs, other.outputs
-    assert (one.finish_reason, list(one.token_ids)) == (other.finish_reason, list(other.token_ids))
-    for score, wanted in zip(one.logprobs, other.logprobs, strict=True):
-        assert score.keys() == wanted.keys()
+def check_output(actual, expected, tolerance: float = 0.0) -> None:
+    [actual] = actual.outputs
+    [expected] = expected.outputs
+    assert (actual.finish_reason, list(actual.token_ids)) == (
+        expected.finish_reason,
+        list(expected.token_ids),
+    )
+    for score, expected_score in zip(actual.logprobs, expected.logprobs, strict=True):
+        assert score.keys() == expected_score.keys()
         assert all(
-            abs(score[token].logprob - wanted[token].logprob) <= tolerance for token in score
+            abs(score[token].logprob - expected_score[token].logprob) <= tolerance
+            for token in score
         )
 
 
-def check(llm: AsyncLLM) -> None:
+def check_engine(llm: AsyncLLM) -> None:
     llm.engine.scheduler.check()
     assert llm.engine.runner.compiles.recompiles == 0
 
 
 @pytest.mark.parametrize("kind", thinned(KINDS, KINDS[:1]), ids=str)
-def test_the_same_as_one_engine(kind, tmp_path):
-    """From device to device and through the host's memory."""
+def test_disaggregated_prefill_equals_one_engine(kind, tmp_path):
+    """Handover from device to device, and through host memory."""
     name, dtype, tolerance = kind
     variant = next(variant for variant in VARIANTS if variant.name == name)
     folder = Golden(variant, tmp_path).folder
-    reader, writer = (start(folder, kv_cache_dtype=dtype) for _ in range(2))
-    asked = asks(random.Random(name), 8)
-    both = Apart(reader, writer)
-    direct = both.read
+    reader, writer = (start_llm(folder, kv_cache_dtype=dtype) for _ in range(2))
+    requests = random_requests(random.Random(name), 8)
+    disaggregated = Apart(reader, writer)
+    read_directly = disaggregated.read
 
-    async def sent(ask: Ask):
-        return (await compute_prompt(reader, f"read-{next(both.ids)}", ask)).on_host()
+    async def read_through_host(ask: Ask):
+        return (await compute_prompt(reader, f"read-{next(disaggregated.ids)}", ask)).on_host()
 
     async def run():
-        alone = await answers(reader, asked)
-        for both.read in (direct, sent):
+        expected = await generate_outputs(reader, requests)
+        for disaggregated.read in (read_directly, read_through_host):
             await reader.reset_prefix_cache()
-            for output, wanted in zip(await answers(both, asked), alone, strict=True):
-                same(output, wanted, tolerance)
-            for ask in asked[:4]:  # alone: what was handed over was not computed
+            for output, expected_output in zip(
+                await generate_outputs(disaggregated, requests), expected, strict=True
+            ):
+                check_output(output, expected_output, tolerance)
+            for ask in requests[:4]:  # one at a time: pages that were handed over count as cached
                 await writer.reset_prefix_cache()
-                [output] = await answers(both, [ask])
-                full = (len(ask.tokens) - 1) // PAGE * PAGE
+                [output] = await generate_outputs(disaggregated, [ask])
+                num_full_page_tokens = (len(ask.tokens) - 1) // PAGE * PAGE
                 assert (
-                    output.num_cached_tokens >= full
+                    output.num_cached_tokens >= num_full_page_tokens
                     or len(ask.tokens) <= (MIN_MISSING_PAGES + 1) * PAGE
                 )
-            for output, wanted in zip(await answers(both, asked), alone, strict=True):
-                same(output, wanted, tolerance)
+            for output, expected_output in zip(
+                await generate_outputs(disaggregated, requests), expected, strict=True
+            ):
+                check_output(output, expected_output, tolerance)
 
     try:
         asyncio.run(run())
     finally:
-        both.close()
-    check(reader)
-    check(writer)
+        disaggregated.close()
+    check_engine(reader)
+    check_engine(writer)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def llm_pair(tmp_path_factory):
     variant = next(variant for variant in VARIANTS if variant.name == "qwen3-window")
-    folder = Golden(variant, tmp_path_factory.mktemp("two")).folder
+    folder = Golden(variant, tmp_path_factory.mktemp("llm_pair")).folder
     pair = [
-        start(folder, kv_cache_memory_bytes=1 << 18, kv_cache_host_bytes=host)
+        start_llm(folder, kv_cache_memory_bytes=1 << 18, kv_cache_host_bytes=host)
         for host in (16 << 20, 1 << 19)
     ]
     yield pair
@@ -147,7 +155,7 @@ def two(tmp_path_factory):
         llm.close()
 
 
-def job(llm: AsyncLLM, work):
+def run_on_engine(llm: AsyncLLM, work):
     return llm.thread.submit(work).result()
 
 
@@ -155,59 +163,59 @@ PROMPT = [(7 * i) % 150 for i in range(100)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def test_what_only_the_host_has_is_given_too(two):
-    """The reader's device has lost the prompt's pages to others; their copies in host memory go on
-    the way.
-    """
-    reader, writer = two
+def test_pages_in_host_memory_are_handed_over(llm_pair):
+    """Pages that were evicted from the reader's device are handed over from host memory."""
+    reader, writer = llm_pair
 
     async def run():
-        [alone] = await answers(reader, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
-        for number in range(12):  # others, until nothing of it is left on the device
-            await answers(reader, [Ask([(number + 3 * i) % 150 for i in range(130)], GREEDY)])
+        [expected] = await generate_outputs(reader, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        for number in range(12):  # other prompts, until the device has none of its pages
+            await generate_outputs(
+                reader, [Ask([(number + 3 * i) % 150 for i in range(130)], GREEDY)]
+            )
         engine = reader.engine
-        _, path = job(reader, lambda: find_cached_prefix(engine, PROMPT, None))
+        _, path = run_on_engine(reader, lambda: find_cached_prefix(engine, PROMPT, None))
         assert len(path) == 12 and any(not node.pages[0] for node in path)
-        handover = job(reader, lambda: export_pages(engine, PROMPT, None))
-        job(writer, lambda: import_pages(writer.engine, handover))
-        [output] = await answers(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        handover = run_on_engine(reader, lambda: export_pages(engine, PROMPT, None))
+        run_on_engine(writer, lambda: import_pages(writer.engine, handover))
+        [output] = await generate_outputs(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
         assert output.num_cached_tokens == 96
-        same(output, alone)
+        check_output(output, expected)
 
     asyncio.run(run())
 
 
-def test_pages_of_another_kind_are_refused(two, tmp_path):
-    reader, writer = two
+def test_incompatible_engines_are_rejected(llm_pair, tmp_path):
+    reader, writer = llm_pair
     variant = next(variant for variant in VARIANTS if variant.name == "qwen3-window")
     folder = Golden(variant, tmp_path).folder
-    other = start(folder, block_size=16)
-    none = start(folder, kv_cache_host_bytes=0)
-    alike = start(folder)  # a copy elsewhere, with times of its own
+    other_block_size = start_llm(folder, block_size=16)
+    without_host_cache = start_llm(folder, kv_cache_host_bytes=0)
+    same_options = start_llm(folder)  # the same model in another folder with other file times
     try:
         with pytest.raises(ModelError, match="block_size"):
-            Apart(reader, other)
-        handover = job(reader, lambda: export_pages(reader.engine, PROMPT, None))
+            Apart(reader, other_block_size)
+        handover = run_on_engine(reader, lambda: export_pages(reader.engine, PROMPT, None))
         with pytest.raises(ModelError, match="same options"):
-            job(other, lambda: import_pages(other.engine, handover))
+            run_on_engine(other_block_size, lambda: import_pages(other_block_size.engine, handover))
         with pytest.raises(ModelError, match="kv_cache_host_bytes is 0"):
-            Apart(reader, none)
-        Apart(reader, alike)
+            Apart(reader, without_host_cache)
+        Apart(reader, same_options)
     finally:
-        for llm in (other, none, alike):
+        for llm in (other_block_size, without_host_cache, same_options):
             llm.close()
 
 
-def test_a_reader_that_fails_costs_no_request(two, caplog):
-    _, writer = two
+def test_failed_prefill_falls_back_to_the_writer(llm_pair, caplog):
+    _, writer = llm_pair
 
-    async def broken(ask: Ask):
+    async def failing_read(ask: Ask):
         raise RuntimeError("it is away")
 
     async def run():
         await writer.reset_prefix_cache()
-        await fetch_missing_pages(writer, Ask(PROMPT, GREEDY), broken)
-        [output] = await answers(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        await fetch_missing_pages(writer, Ask(PROMPT, GREEDY), failing_read)
+        [output] = await generate_outputs(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
         assert output.num_cached_tokens == 0 and output.finished
 
     asyncio.run(run())
@@ -217,46 +225,48 @@ def test_a_reader_that_fails_costs_no_request(two, caplog):
 @pytest.mark.parametrize(
     ("tokens", "params", "pooling"),
     [
-        (PROMPT[: MIN_MISSING_PAGES * PAGE], GREEDY, None),  # too short
-        (PROMPT, replace(GREEDY, prompt_logprobs=0), None),  # every row is needed
+        (PROMPT[: MIN_MISSING_PAGES * PAGE], GREEDY, None),  # too short to be worth a handover
+        (PROMPT, replace(GREEDY, prompt_logprobs=0), None),  # needs the logits of every position
         (PROMPT, GREEDY, "mean"),
     ],
 )
-def test_what_is_not_worth_it_stays(two, tokens, params, pooling):
-    async def never(ask: Ask):
-        raise AssertionError("it was sent away")
+def test_unsuitable_prompts_are_computed_locally(llm_pair, tokens, params, pooling):
+    async def unexpected_read(ask: Ask):
+        raise AssertionError("the prompt was sent to the reader")
 
     async def run():
-        await two[1].reset_prefix_cache()
-        await fetch_missing_pages(two[1], Ask(tokens, params, None, PLAIN, pooling), never)
+        await llm_pair[1].reset_prefix_cache()
+        await fetch_missing_pages(
+            llm_pair[1], Ask(tokens, params, None, PLAIN, pooling), unexpected_read
+        )
 
     asyncio.run(run())
 
 
-def test_more_than_the_host_may_hold(two):
-    """The beginning of a prompt stays, and the answer is the same."""
-    reader, writer = two
-    blocks = prefill.export_pages(reader.engine, [], None)  # nothing is something that can be given
+def test_handover_larger_than_the_host_cache(llm_pair):
+    """The start of the prompt is kept, and the output is the same."""
+    reader, writer = llm_pair
+    blocks = prefill.export_pages(reader.engine, [], None)  # an empty handover is valid
     assert blocks.tokens == [] and not any(blocks.groups)
     size = max(writer.engine.tables[0].host_cache.page_bytes)
-    small = writer.engine.tables[0].host_cache.capacity
+    capacity = writer.engine.tables[0].host_cache.capacity
     writer.engine.tables[0].host_cache.capacity = 5 * size
 
     async def run():
         await writer.reset_prefix_cache()
-        both = Apart(reader, writer)
-        [alone] = await answers(reader, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
-        [output] = await answers(both, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
-        same(output, alone)
+        disaggregated = Apart(reader, writer)
+        [expected] = await generate_outputs(reader, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        [output] = await generate_outputs(disaggregated, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        check_output(output, expected)
 
     try:
         asyncio.run(run())
     finally:
-        writer.engine.tables[0].host_cache.capacity = small
+        writer.engine.tables[0].host_cache.capacity = capacity
     assert np.shape(blocks.groups) == (len(writer.engine.tables[0].pools), 0)
 
 
-TWO = """
+TWO_DEVICES_SCRIPT = """
 import asyncio, jax
 from quire import SamplingParams
 from quire.serving.ray.prefill import Apart
@@ -286,8 +296,10 @@ both.close()
 
 
 @pytest.mark.slow
-def test_from_one_device_to_another():
-    """Which a CPU pretends to have."""
+def test_handover_between_two_devices():
+    """On two simulated CPU devices."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
-    code = TWO.replace("MODEL", str(Path(quire.__file__).parent / "model" / "quill_draft"))
+    code = TWO_DEVICES_SCRIPT.replace(
+        "MODEL", str(Path(quire.__file__).parent / "model" / "quill_draft")
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"XLA_FLAGS": flags})

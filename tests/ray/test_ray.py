@@ -1,6 +1,4 @@
-"""Replicas on Ray Serve: one of them is killed under load, all are replaced under load, and no
-request is lost.
-"""
+"""Replicas on Ray Serve: no request is lost when one is killed, or all are replaced, under load."""
 
 import json
 import os
@@ -50,38 +48,38 @@ WORDS = "fox bear lake hat ship moon tree bird king road song fish".split()
 pytestmark = pytest.mark.slow
 
 
-def plan_of(port: int, **scale: Any) -> DeploymentPlan:
-    chosen = ReplicaOptions(replica_resources={"CPU": 0.1}, **scale)
+def make_plan(port: int, **scale: Any) -> DeploymentPlan:
+    replica_options = ReplicaOptions(replica_resources={"CPU": 0.1}, **scale)
     return DeploymentPlan(
         ((FOLDER, ("m",)),),
         ServerSettings(port=port, api_keys=("key",)),
         OPTIONS,
-        chosen,
+        replica_options,
         log_level="warning",
     )
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Three replicas; (the plan, a way to ask)."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    plan = plan_of(port, replicas=3)
+    """Three replicas: (their plan, a client of the front)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    plan = make_plan(port, replicas=3)
     deploy.connect(None, plan)
     try:
         deploy.run(plan)
-        yield plan, Asker(port)
+        yield plan, FrontClient(port)
     finally:
         deploy.stop()
 
 
-class Asker:
-    """Clients of the front, and what one engine would have answered."""
+class FrontClient:
+    """Requests to the front, and the expected texts, from a single engine."""
 
     def __init__(self, port: int):
         self.port = port
-        self.alone = LLM(FOLDER, **OPTIONS)
+        self.single_llm = LLM(FOLDER, **OPTIONS)
 
     def client(self) -> Client:
         return Client(f"http://127.0.0.1:{self.port}", {"Authorization": "Bearer key"}, timeout=900)
@@ -93,7 +91,7 @@ class Asker:
         return raw.decode() if path == "/metrics" else json.loads(raw)
 
     def total(self, name: str) -> float:
-        """Of a counter, over all replicas."""
+        """A counter's sum over all replicas."""
         lines = [
             line
             for line in self.get("/metrics").splitlines()
@@ -101,12 +99,12 @@ class Asker:
         ]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    def ask(self, body: dict[str, Any], streamed: bool) -> str:
+    def complete(self, body: dict[str, Any], is_streaming: bool) -> str:
         with self.client() as client:
-            if not streamed:
-                status, found = client.post("/v1/completions", body)
-                assert status == 200, found
-                return found["choices"][0]["text"]
+            if not is_streaming:
+                status, response = client.post("/v1/completions", body)
+                assert status == 200, response
+                return response["choices"][0]["text"]
             events = [event for _, event in client.events("/v1/completions", body)]
         assert events[-1] == "[DONE]" and not any("error" in event for event in events[:-1]), (
             events[-2:]
@@ -115,34 +113,34 @@ class Asker:
         assert [event["choices"][0]["finish_reason"] for event in events[:-1]].count("length") == 1
         return "".join(event["choices"][0]["text"] for event in events[:-1])
 
-    def expected(self, body: dict[str, Any]) -> str:
-        own = {name: value for name, value in body.items() if name not in ("prompt", "stream")}
-        [output] = self.alone.generate(
-            body["prompt"], SamplingParams.from_dict(own), use_tqdm=False
+    def expected_text(self, body: dict[str, Any]) -> str:
+        sampling_fields = {
+            name: value for name, value in body.items() if name not in ("prompt", "stream")
+        }
+        [output] = self.single_llm.generate(
+            body["prompt"], SamplingParams.from_dict(sampling_fields), use_tqdm=False
         )
         return output.outputs[0].text
 
-    def all_answered(self, bodies: list[dict[str, Any]], during: Any) -> None:
-        """Eight clients at a time ask, while something happens; every answer is the one of an
-        engine alone.
-        """
-        begun = threading.Semaphore(0)
+    def check_answers_during(self, bodies: list[dict[str, Any]], during: Any) -> None:
+        """Send the bodies with eight concurrent clients during an event; check every text."""
+        started = threading.Semaphore(0)
 
-        def one(item: tuple[int, dict[str, Any]]) -> str:
-            begun.release()
-            return self.ask(item[1], streamed=item[0] % 3 > 0)
+        def complete(item: tuple[int, dict[str, Any]]) -> str:
+            started.release()
+            return self.complete(item[1], is_streaming=item[0] % 3 > 0)
 
         with ThreadPoolExecutor(8) as threads:
-            answers = threads.map(one, enumerate(bodies))
+            answers = threads.map(complete, enumerate(bodies))
             for _ in range(8):
-                begun.acquire()
+                started.acquire()
             during()
-            found = list(answers)
-        for body, text in zip(bodies, found, strict=True):
-            assert text == self.expected(body), body
+            texts = list(answers)
+        for body, text in zip(bodies, texts, strict=True):
+            assert text == self.expected_text(body), body
 
 
-def bodies(count: int, seed: int, length: int = 350) -> list[dict[str, Any]]:
+def random_bodies(count: int, seed: int, length: int = 350) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     return [
         {
@@ -156,27 +154,27 @@ def bodies(count: int, seed: int, length: int = 350) -> list[dict[str, Any]]:
     ]
 
 
-def processes(name: str) -> list[psutil.Process]:
-    found = []
+def replica_processes(name: str) -> list[psutil.Process]:
+    replicas = []
     for process in psutil.Process().children(recursive=True):
         try:
             if f"ServeReplica:quire:{name}" in " ".join(process.cmdline()):
-                found.append(process)
+                replicas.append(process)
         except psutil.Error:
             continue
-    return found
+    return replicas
 
 
-def test_the_same_server(cluster):
-    """All that one process serves, from any of the replicas; keys are asked for at the door."""
-    _, asker = cluster
-    assert asker.get("/health") == {"status": "ok", "replicas": {"engine": {"RUNNING": 3}}}
-    assert [model["id"] for model in asker.get("/v1/models")["data"]] == ["m"]
-    assert asker.get("/load") == {"server_load": 0} and asker.get("/ping") == {}
+def test_ray_front_serves_the_same_endpoints(cluster):
+    """All endpoints of one process work through the front, which checks API keys."""
+    _, front = cluster
+    assert front.get("/health") == {"status": "ok", "replicas": {"engine": {"RUNNING": 3}}}
+    assert [model["id"] for model in front.get("/v1/models")["data"]] == ["m"]
+    assert front.get("/load") == {"server_load": 0} and front.get("/ping") == {}
     for path in ("/v1/models", "/metrics", "/load"):
-        with Client(f"http://127.0.0.1:{asker.port}") as stranger:
+        with Client(f"http://127.0.0.1:{front.port}") as stranger:
             assert stranger.ask("GET", path)[0] == 401
-    with asker.client() as client:
+    with front.client() as client:
         assert client.post("/v1/completions", {"prompt": ""})[0] == 400
         assert client.ask("GET", "/nothing")[0] == 404
         assert client.ask("POST", "/v1/completions", b"x" * (17 << 20))[0] == 413
@@ -190,83 +188,87 @@ def test_the_same_server(cluster):
         assert client.post("/v1/messages", turn)[1]["type"] == "message"
 
 
-def test_what_serve_deploy_and_rayservice_import(cluster):
-    """The words after `quire serve`, as an application."""
-    made = app(
+def test_application_from_serve_command(cluster):
+    """The arguments of `quire serve`, as a Ray Serve application."""
+    application = app(
         {
             "command": (
                 f"{FOLDER} --max-replicas 2 --max-num-seqs 4 --prefill-replicas 1 --api-key 'a b'"
             )
         }
     )
-    assert isinstance(made, serve.Application)
+    assert isinstance(application, serve.Application)
     with pytest.raises(UsageError, match="--uds"):
         app({"command": "--uds socket"})
 
 
-def test_a_client_that_leaves_ends_its_request(cluster):
-    _, asker = cluster
-    client = asker.client()
-    # Eight answers, of which a busy machine does not write the last before it sees that nobody
-    # reads.
+def test_disconnected_client_aborts_its_request(cluster):
+    _, front = cluster
+    client = front.client()
+    # Eight choices: even a busy machine notices the disconnection before it has generated all.
     body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 8}
-    kind = {"Content-Type": "application/json"}
-    client.connection.request("POST", "/v1/completions", json.dumps(body), client.headers | kind)
+    content_type = {"Content-Type": "application/json"}
+    client.connection.request(
+        "POST", "/v1/completions", json.dumps(body), client.headers | content_type
+    )
     client.connection.getresponse().read(10)
     client.connection.close()
     deadline = time.monotonic() + 120
-    while asker.total("vllm:num_requests_running") or asker.get("/load")["server_load"]:
+    while front.total("vllm:num_requests_running") or front.get("/load")["server_load"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert asker.total("vllm:generation_tokens_total") < 8 * 450
+    assert front.total("vllm:generation_tokens_total") < 8 * 450
 
 
-def test_a_replica_killed_under_load(cluster):
-    """Again, if it had nothing to do just then."""
-    _, asker = cluster
+def test_killed_replica_loses_no_request(cluster):
+    """Repeated if the killed replica had no request at that moment."""
+    _, front = cluster
 
     def kill():
-        found = processes("engine")
-        for process in found:
+        replicas = replica_processes("engine")
+        for process in replicas:
             process.cpu_percent()
-        # an answer has begun
-        until(lambda: asker.total("vllm:generation_tokens_total") > told, 300)
-        os.kill(max(found, key=psutil.Process.cpu_percent).pid, signal.SIGKILL)
+        # wait until tokens are generated
+        until(lambda: front.total("vllm:generation_tokens_total") > num_tokens_before, 300)
+        os.kill(max(replicas, key=psutil.Process.cpu_percent).pid, signal.SIGKILL)
 
     for number in range(5):
         while (
-            asker.get("/health")["replicas"]["engine"] != {"RUNNING": 3}
-            or len(processes("engine")) != 3
+            front.get("/health")["replicas"]["engine"] != {"RUNNING": 3}
+            or len(replica_processes("engine")) != 3
         ):
             time.sleep(0.2)
-        told = asker.total("vllm:generation_tokens_total")
-        asker.all_answered(bodies(16, number), kill)
-        if asker.total("quire:front_resumed_total"):
+        num_tokens_before = front.total("vllm:generation_tokens_total")
+        front.check_answers_during(random_bodies(16, number), kill)
+        if front.total("quire:front_resumed_total"):
             break
-    assert asker.total("quire:front_retries_total") >= asker.total("quire:front_resumed_total") >= 1
+    assert front.total("quire:front_retries_total") >= front.total("quire:front_resumed_total") >= 1
 
 
-def test_replaced_under_load(cluster):
-    """Another plan takes the place of the first, replica after replica; then one reads and another
-    writes.
+def test_rolling_replacement_loses_no_request(cluster):
+    """A new plan replaces the replicas one by one; then a prefill replica reads prompts for
+    another.
     """
-    plan, asker = cluster
-    new = replace(
+    plan, front = cluster
+    new_plan = replace(
         plan, scale=ReplicaOptions(replicas=1, prefill_replicas=1, replica_resources={"CPU": 0.1})
     )
-    asker.all_answered(bodies(24, 1, 150), lambda: deploy.run(new))
-    assert asker.get("/health")["replicas"]["reader"] == {"RUNNING": 1}
-    asker.all_answered(bodies(10, 2, 20), lambda: None)
-    read = [line for line in asker.get("/metrics").splitlines() if 'model_name="reader"' in line]
+    front.check_answers_during(random_bodies(24, 1, 150), lambda: deploy.run(new_plan))
+    assert front.get("/health")["replicas"]["reader"] == {"RUNNING": 1}
+    front.check_answers_during(random_bodies(10, 2, 20), lambda: None)
+    reader_metrics = [
+        line for line in front.get("/metrics").splitlines() if 'model_name="reader"' in line
+    ]
     assert any(
-        line.startswith("vllm:prompt_tokens_total") and not line.endswith(" 0.0") for line in read
+        line.startswith("vllm:prompt_tokens_total") and not line.endswith(" 0.0")
+        for line in reader_metrics
     )
-    [reader] = processes("reader")
-    asker.all_answered(bodies(8, 3, 20), lambda: os.kill(reader.pid, signal.SIGKILL))
+    [reader] = replica_processes("reader")
+    front.check_answers_during(random_bodies(8, 3, 20), lambda: os.kill(reader.pid, signal.SIGKILL))
 
 
-def test_what_does_not_fit_is_told(monkeypatch):
-    monkeypatch.setattr(ray, "init", lambda **given: None)
+def test_replicas_that_do_not_fit_are_rejected(monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(
         ModelError, match="3 replicas of 1 CPU do not fit: this machine has 2; .* CPU=0.67"

@@ -15,19 +15,21 @@ WARM_UP = 20  # steps
 
 @reports.takes_report(excluded=("result_filename", "plot"))
 def main(
-    num_seqs: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 256,
+    num_seqs: Annotated[
+        int, o.size_option("Sequences that decode together.", load.DATA, "N")
+    ] = 256,
     input_len: Annotated[
         list[int] | None,
-        o.sized(
+        o.size_option(
             "Tokens of each sequence; may be given several times.",
             load.DATA,
             "TOKENS",
             "100, 500, 850",
         ),
     ] = None,
-    num_steps: Annotated[int, o.sized("Steps to measure.", load.DATA, "N")] = 100,
+    num_steps: Annotated[int, o.size_option("Steps to measure.", load.DATA, "N")] = 100,
     num_processes: Annotated[
-        int, o.sized("Processes that receive each step, as on several hosts.", load.DATA, "N")
+        int, o.size_option("Processes that receive each step, as on several hosts.", load.DATA, "N")
     ] = 1,
     *,
     report: reports.ResultFiles,

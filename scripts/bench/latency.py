@@ -22,11 +22,13 @@ WITH_DRAFTS = {"itl": "each step after", "tpot": "a token of an answer"}
 @o.takes_engine()
 def main(
     model: o.Model = None,
-    batch_size: Annotated[int, o.sized("Requests that start together.", load.DATA, "N")] = 8,
-    input_len: Annotated[int, o.sized("Prompt length of each.", load.DATA, "TOKENS")] = 32,
-    output_len: Annotated[int, o.sized("Answer length of each.", load.DATA, "TOKENS")] = 128,
-    num_iters: Annotated[int, o.sized("Batches to measure.", load.DATA, "N")] = 10,
-    num_iters_warmup: Annotated[int, o.sized("Batches to run before those.", load.DATA, "N")] = 2,
+    batch_size: Annotated[int, o.size_option("Requests that start together.", load.DATA, "N")] = 8,
+    input_len: Annotated[int, o.size_option("Prompt length of each.", load.DATA, "TOKENS")] = 32,
+    output_len: Annotated[int, o.size_option("Answer length of each.", load.DATA, "TOKENS")] = 128,
+    num_iters: Annotated[int, o.size_option("Batches to measure.", load.DATA, "N")] = 10,
+    num_iters_warmup: Annotated[
+        int, o.size_option("Batches to run before those.", load.DATA, "N")
+    ] = 2,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
     *,

@@ -32,7 +32,7 @@ SHORTEST = 4
 def counted(of: str, option: str, help: str, metavar: str = "TOKENS") -> Any:
     default = DATASET_DEFAULTS[of][option]
     return Annotated[
-        int | None, o.sized(help, DATA, metavar, False if default is None else f"{default}")
+        int | None, o.size_option(help, DATA, metavar, False if default is None else f"{default}")
     ]
 
 
@@ -72,7 +72,7 @@ DATASET_OPTIONS = {
         REPEAT, "prefix_repetition_output_len", "Answer length."
     ),
 }
-NumPrompts = Annotated[int, o.sized("Number of requests.", DATA, "N")]
+NumPrompts = Annotated[int, o.size_option("Number of requests.", DATA, "N")]
 Temperature = Annotated[
     float, o.option("0 always takes the likeliest token.", DATA, min=0, max=100)
 ]

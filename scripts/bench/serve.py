@@ -86,7 +86,7 @@ def main(
         ),
     ] = None,
     max_concurrency: Annotated[
-        int | None, o.sized("Most requests in flight at once.", TRAFFIC, "N", "no limit")
+        int | None, o.size_option("Most requests in flight at once.", TRAFFIC, "N", "no limit")
     ] = None,
     ignore_eos: Annotated[
         bool, o.option("Ask for answers of full length.", TRAFFIC, name="--ignore-eos")

@@ -32,13 +32,13 @@ def main(
         float, o.option("Requests a second, on average; they come in bursts.", load.DATA, "N")
     ] = 20.0,
     longest: Annotated[
-        int, o.sized("Longest prompt and longest answer.", load.DATA, "TOKENS")
+        int, o.size_option("Longest prompt and longest answer.", load.DATA, "TOKENS")
     ] = 2000,
     shared_prefix: Annotated[
-        int, o.sized("System prompt that all begin with.", load.DATA, "TOKENS")
+        int, o.size_option("System prompt that all begin with.", load.DATA, "TOKENS")
     ] = 0,
     seed: load.Seed = 0,
-    num_pages: Annotated[int, o.sized("Pages of the KV cache.", o.MEMORY, "N")] = 6000,
+    num_pages: Annotated[int, o.size_option("Pages of the KV cache.", o.MEMORY, "N")] = 6000,
     policy: Annotated[
         Policy,
         o.option(

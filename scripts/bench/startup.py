@@ -35,7 +35,7 @@ CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs a
 def main(
     model: o.Model = None,
     num_iters: Annotated[
-        int, o.sized("Starts with empty caches, and as many with full ones.", load.DATA, "N")
+        int, o.size_option("Starts with empty caches, and as many with full ones.", load.DATA, "N")
     ] = 3,
     *,
     engine: dict[str, Any],

@@ -56,9 +56,11 @@ class Traced:
 @o.takes_engine()
 def main(
     model: o.Model = None,
-    batch_size: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 1,
-    input_len: Annotated[int, o.sized("Prompt length of each.", load.DATA, "TOKENS")] = 128,
-    num_steps: Annotated[int, o.sized("Decode steps to measure.", load.DATA, "N")] = 128,
+    batch_size: Annotated[
+        int, o.size_option("Sequences that decode together.", load.DATA, "N")
+    ] = 1,
+    input_len: Annotated[int, o.size_option("Prompt length of each.", load.DATA, "TOKENS")] = 128,
+    num_steps: Annotated[int, o.size_option("Decode steps to measure.", load.DATA, "N")] = 128,
     seed: load.Seed = 0,
     *,
     engine: dict[str, Any],

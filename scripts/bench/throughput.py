@@ -29,7 +29,7 @@ def main(
     num_prompts: load.NumPrompts = 64,
     concurrency: Annotated[
         list[int] | None,
-        o.sized(
+        o.size_option(
             "Most requests at once; several values make a run each.",
             load.DATA,
             "N ...",
@@ -48,9 +48,11 @@ def main(
     ] = False,
     adapters: Annotated[
         int | None,
-        o.sized("Random LoRA adapters that the requests take in turn.", load.DATA, "N", "none"),
+        o.size_option(
+            "Random LoRA adapters that the requests take in turn.", load.DATA, "N", "none"
+        ),
     ] = None,
-    adapter_rank: Annotated[int, o.sized("Their rank.", load.DATA, "N")] = 16,
+    adapter_rank: Annotated[int, o.size_option("Their rank.", load.DATA, "N")] = 16,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
     engine: dict[str, Any],

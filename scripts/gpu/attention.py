@@ -21,7 +21,7 @@ from ...ops.attention.accuracy import Trial, arrays, attend, measure_attention
 from ...ops.attention.backend import AttentionShape
 from ...ops.attention.flashinfer_kernel import library
 from ...ops.gpu import device as gpu_device
-from ..collect_env import first_to
+from ..collect_env import first_supported
 from .common import UNTRIED, CheckSizes, PartReport, card_rates, seconds
 from .step_time import attention_seconds, known_device
 
@@ -124,7 +124,7 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
     shown = []
     with tempfile.TemporaryDirectory() as empty:
         os.environ["XDG_CACHE_HOME"] = empty  # no earlier choice is cached there
-        name, declined = first_to(
+        name, declined = first_supported(
             lambda implementation: shown.append(measure_attention(trial, implementation, seed))
         )
     took = time.perf_counter() - began

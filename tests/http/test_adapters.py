@@ -11,7 +11,7 @@ import pytest
 
 from quire import LLM, LoRARequest, ModelError, SamplingParams
 from quire.scripts import options as o
-from quire.scripts.serve.command import adapters_of, entry
+from quire.scripts.serve.command import make_model, parse_adapters
 from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.tests.support import peft, tiny, tokenizer_zoo
@@ -238,7 +238,7 @@ def test_a_server_without_a_folder_loads_none_at_run_time(engine, folders):
 
 
 def test_the_command_line(folders):
-    assert adapters_of(["a=/x", "b=y=z"], [("m",)], True) == {"a": "/x", "b": "y=z"}
+    assert parse_adapters(["a=/x", "b=y=z"], [("m",)], True) == {"a": "/x", "b": "y=z"}
     for given, called, enabled, why in (
         (["a"], [("m",)], True, "it must be NAME=PATH"),
         (["a=x", "a=y"], [("m",)], True, "names 'a'"),
@@ -247,7 +247,7 @@ def test_the_command_line(folders):
         (["a=x"], [("m",), ("n",)], True, "needs a single MODEL"),
     ):
         with pytest.raises(o.UsageError, match=why):
-            adapters_of(given, called, enabled)
-    model = entry(str(folders / "base"), ("base",), OPTIONS, {"a": str(folders / "nowhere")})
+            parse_adapters(given, called, enabled)
+    model = make_model(str(folders / "base"), ("base",), OPTIONS, {"a": str(folders / "nowhere")})
     with pytest.raises(ModelError, match="no adapter that can be read"):
         model.make()

@@ -20,11 +20,18 @@ from quire.model.config import ModelError
 from quire.model.mixers import LayerHooks
 from quire.ops.attention.backend import AttentionParams
 from quire.scripts.train_heads import answers as kept
-from quire.scripts.train_heads.answers import Rows, batches, none_yet, pack, parts, read_prompts
+from quire.scripts.train_heads.answers import (
+    Rows,
+    batches,
+    none_yet,
+    pack,
+    read_prompts,
+    split_rows,
+)
 from quire.scripts.train_heads.attention import attention
 from quire.scripts.train_heads.beginning import first_weights, new_heads
 from quire.scripts.train_heads.lesson import judge, loss_of, passes
-from quire.scripts.train_heads.session import Session, halves, with_dense_head
+from quire.scripts.train_heads.session import Session, split_held_out, with_dense_head
 from quire.scripts.train_heads.settings import Settings
 from quire.sharding.spec import random_arrays
 from quire.tests.support import tiny, uncached
@@ -177,8 +184,8 @@ def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepte
             asked[:count] += 1
             right[:count] += good
     found = jax.jit(lambda rows: judge(heads, own, target[1], target[0], rows, 3))(rows)
-    assert [int(one.asked) for one in found] == asked.tolist()
-    assert [int(one.right) for one in found] == right.tolist() and right[1] > 0
+    assert [int(one.num_drafted) for one in found] == asked.tolist()
+    assert [int(one.num_accepted) for one in found] == right.tolist() and right[1] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,7 +222,7 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(
     monkeypatch.setattr(lesson, "LOGITS", 5 * V)  # part by part
     again = jax.jit(lambda rows: judge(heads, own, target[1], target[0], rows, 2))(rows)
     np.testing.assert_allclose([float(one.loss) for one in again], expected, rtol=1e-4)
-    assert [int(one.right) for one in again] == [int(one.right) for one in found]
+    assert [int(one.num_accepted) for one in again] == [int(one.num_accepted) for one in found]
 
 
 @pytest.mark.parametrize(
@@ -271,15 +278,15 @@ def test_batches_go_on_where_they_were_left(written):
 
     whole = some(0, 9)
     assert [some(first, 1)[0] for first in range(9)] == whole
-    epoch = len(list(parts(pack(written, range(len(written)), LENGTH), 2)))
+    epoch = len(list(split_rows(pack(written, range(len(written)), LENGTH), 2)))
     assert whole[:epoch] != whole[epoch : 2 * epoch]  # another order
 
 
 def test_halves_share_nothing():
-    learned, held = halves(100, 0.1)
+    learned, held = split_held_out(100, 0.1)
     assert sorted(learned + held) == list(range(100)) and len(held) == 10
     with pytest.raises(ModelError, match="two are the least"):
-        halves(1, 0.1)
+        split_held_out(1, 0.1)
 
 
 def test_heads_begin_as_the_model(target, written):

@@ -260,7 +260,7 @@ def test_the_bundled_heads_foretell_what_quill_writes(llm, kind, least):
     weights = load_weights(ROOT / "model" / "quill", config)
     rows = pack(documents, range(len(documents)), 256)
     found = jax.jit(lambda rows: judge(heads, own, weights, config, rows, 4))(rows)
-    shares = [int(one.right) / int(one.asked) for one in found]
+    shares = [int(one.num_accepted) / int(one.num_drafted) for one in found]
     assert shares[0] >= least and shares == sorted(shares, reverse=True) and shares[3] > 0.1, shares
 
 

@@ -164,7 +164,7 @@ def attention_by(name: str) -> Iterator[None]:
     jax.clear_caches()  # so that no cached trace with another implementation is reused
     table.clear()
     table[name] = f".{UNTESTED[name]}"
-    # Drops the limits from failed self-tests; `attend` still checks the kernel's own limits.
+    # Without the limits that run the self-test; `attend` checks the kernel's own limits.
     module.BACKEND = replace(backend, limits=lambda params, shape: None)
     try:
         yield

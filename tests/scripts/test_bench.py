@@ -1218,10 +1218,10 @@ def test_the_parts_of_a_step_by_hand():
         ["%copy.1 = s32[] copy(%x)", PROGRAM],
     )
     assert found.steps == 2 and found.program == pytest.approx(0.009)
-    assert [(part.scope, part.kind, part.launches) for part in found.parts] == [
+    assert [(part.scope, part.kind, part.launches) for part in found.groups] == [
         ("mlp", "products", 2), ("step", "XLA's operations", 1), ("logits", "products", 1)
     ]  # fmt: skip
-    assert [part.seconds for part in found.parts] == pytest.approx([0.003, 0.0005, 0.003])
+    assert [part.seconds for part in found.groups] == pytest.approx([0.003, 0.0005, 0.003])
     assert step.idle_seconds(0.010, found) == pytest.approx(
         {"between operations": 0.0025, "between programs: launch, host": 0.001}
     )

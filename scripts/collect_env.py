@@ -52,7 +52,7 @@ VARIABLES = (
 
 
 def main() -> None:
-    """Print versions, hardware, caches, the kernels in use and batch invariance, for bug reports."""
+    """Print versions, hardware, caches, kernels in use and batch invariance, for bug reports."""
     from ..ops.errors import MissingLibrary
 
     for title, rows in (

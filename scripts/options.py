@@ -130,7 +130,9 @@ SAMPLING_FIELDS = {
 def takes_engine(
     only: Collection[str] = ENGINE_FLAGS, excluded: Collection[str] = (), adapters: bool = False
 ):
-    """Replace the parameter `engine` by engine flags; its value is a dict of the flags that are set.
+    """Replace a command's parameter `engine` by engine flags.
+
+    Its value is a dict of the flags that are set.
 
     Args:
         only: Names of the engine options to add.

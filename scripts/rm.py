@@ -21,7 +21,10 @@ def main(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Delete models from the Hugging Face cache. Other folders and bundled models are not touched."""
+    """Delete models from the Hugging Face cache.
+
+    Other folders and bundled models are not touched.
+    """
     from ..model.checkpoint import cached, hub  # not at the top: `--help` must not wait for it
 
     cached_models = {

@@ -28,7 +28,7 @@ def random_adapters(llm: Any, count: int, rank: int, folder: Path) -> list[Any]:
 
 
 def write_random(folder: Path, stems: Mapping[str, tuple[int, int]], rank: int, seed: int) -> None:
-    """Write a random adapter; `stems` maps the name of each weight to its shape (outputs, inputs)."""
+    """Write a random adapter for the weights `stems`, given as name -> (outputs, inputs)."""
     import numpy as np
     from safetensors.numpy import save_file
 

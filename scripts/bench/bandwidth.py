@@ -9,8 +9,8 @@ from ..collect_env import cores
 
 
 def read_bandwidth(mebibytes: int = 1024, passes: int = 8) -> float:
-    """Measure the read bandwidth of all cores in bytes per second: the best of several passes over an
-    array larger than the caches.
+    """Measure the read bandwidth of all cores in bytes per second: the best of several passes over
+    an array larger than the caches.
 
     Uses bitwise OR, NumPy's cheapest vectorised reduction, which releases the GIL.
     """

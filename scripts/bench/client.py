@@ -1,7 +1,7 @@
 """An asyncio client of OpenAI-compatible servers: HTTP/1.1, and server-sent events with the time of
 each event.
 
-It avoids HTTP libraries to use little CPU time, because it often shares the machine with the server.
+It uses no HTTP library to save CPU time, because it often shares the machine with the server.
 """
 
 import asyncio

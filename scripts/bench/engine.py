@@ -1,5 +1,5 @@
-"""Running a benchmark load on the engine: token times, step times, and the memory roofline of decode
-steps.
+"""Running a benchmark load on the engine: token times, step times, and the memory roofline of
+decode steps.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""`quire bench host`: host overhead per step, measured with a simulated device that takes no time."""
+"""`quire bench host`: host overhead per step, measured with a device that takes no time."""
 
 from statistics import median
 from time import perf_counter
@@ -37,8 +37,8 @@ def main(
     *,
     report: reports.ResultFiles,
 ) -> None:
-    """Measure host overhead with a simulated device. Prints the host's time per step to schedule it,
-    build its arrays and process its results.
+    """Measure host overhead with a simulated device. Prints the host's time per step to schedule
+    it, build its arrays and process its results.
     """
     load.above_zero(
         num_seqs=num_seqs,

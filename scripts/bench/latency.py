@@ -41,8 +41,8 @@ def main(
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Measure the latency of a batch of equal requests. Prints the time of a batch, the time to first
-    token and the inter-token latency.
+    """Measure the latency of a batch of equal requests. Prints the time of a batch, the time to
+    first token and the inter-token latency.
     """
     load.above_zero(
         batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters

@@ -277,8 +277,8 @@ def arrivals(count: int, rate: float, burstiness: float, seed: object) -> list[f
     """The arrival time of each request in seconds from the start; all 0 if `rate` is infinite.
 
     Intervals are gamma-distributed with shape `burstiness`: 1 is a Poisson process, less is
-    burstier, more is steadier. They are scaled so that the mean rate is exactly `rate` (requests per
-    second) with every seed.
+    burstier, more is steadier. They are scaled so that the mean rate is exactly `rate` (requests
+    per second) with every seed.
     """
     if math.isinf(rate):
         return [0.0] * count

@@ -142,7 +142,7 @@ def measure_kill(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
 
 
 def measure_routing(port: int, name: str) -> None:
-    """Measure the prefix cache hit rate and TTFT of six-turn conversations with four shared prefixes."""
+    """Measure prefix cache hits and TTFT of six-turn conversations with four shared prefixes."""
     rng = random.Random(name)
     prefixes = [story(rng, 250) for _ in range(4)]
     conversations = [prefixes[n % 4] + " " + story(rng, 20) for n in range(24)]

@@ -63,7 +63,8 @@ def main(
     tokenizer: Annotated[
         str | None,
         o.option(
-            "Folder or Hugging Face model ID of the tokenizer, to generate prompts and count tokens.",
+            "Folder or Hugging Face model ID of the tokenizer, to generate prompts and count "
+            "tokens.",
             SERVER,
             default_text="the model's name",
         ),
@@ -110,8 +111,8 @@ def main(
     ] = None,
     report: reports.ResultFiles,
 ) -> None:
-    """Benchmark a running OpenAI-compatible server with streamed requests. Uses OPENAI_API_KEY if it
-    is set.
+    """Benchmark a running OpenAI-compatible server with streamed requests. Uses OPENAI_API_KEY if
+    it is set.
     """
     base_url = base_address(base_url, host, port)
     endpoint = chosen_endpoint(backend, endpoint)
@@ -246,7 +247,7 @@ def find_model(server, base_url: str, model: str | None, timeout: float) -> str:
 
 
 def find_tokenizer(server, model: str, chosen: str | None) -> Any:
-    """Load the chosen tokenizer, or the tokenizer of a local model, or use the server's over HTTP."""
+    """Load the chosen tokenizer or a local model's, or use the server's tokenizer over HTTP."""
     from ...model.checkpoint.hub import BUNDLED
     from . import client as client
     from .server_tokenizer import ServerTokenizer
@@ -318,8 +319,8 @@ async def send_requests(
     delays: Sequence[float],
     max_concurrency: int | None,
 ) -> tuple[list[RequestTimes], float]:
-    """Send each request after its delay, subject to the concurrency limit. Returns (answers in order,
-    duration in seconds).
+    """Send each request after its delay, subject to the concurrency limit. Returns (answers in
+    order, duration in seconds).
     """
     import asyncio
 

@@ -62,8 +62,8 @@ def main(
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Simulate scheduling of a chat load without a model. Prints queue times, latencies, and how full
-    the batch and the KV cache pages are.
+    """Simulate scheduling of a chat load without a model. Prints queue times, latencies, and how
+    full the batch and the KV cache pages are.
     """
     from ...serving.cache.page_table import PageTable
     from ...serving.device.step_shape import StepShape

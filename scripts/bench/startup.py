@@ -72,8 +72,8 @@ def main(
 
 
 def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
-    """Start a process whose caches are in the folder `caches`. Returns the seconds from its start to
-    the end of each stage.
+    """Start a process whose caches are in the folder `caches`. Returns the seconds from its start
+    to the end of each stage.
     """
     environment = {
         name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"

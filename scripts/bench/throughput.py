@@ -1,4 +1,4 @@
-"""`quire bench throughput`: offline throughput, and decode steps relative to the memory roofline."""
+"""`quire bench throughput`: offline throughput, and decode steps against the memory roofline."""
 
 import tempfile
 from pathlib import Path

@@ -116,8 +116,8 @@ def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """Check that an engine selects the kernel by itself, in a process that has allocated most of the
-    GPU's memory.
+    """Check that an engine selects the kernel by itself, in a process that has allocated most of
+    the GPU's memory.
     """
     trial = Trial("decode", 5, 700)
     began = time.perf_counter()
@@ -145,9 +145,9 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """Time each case: the kernel, the performance model's prediction, XLA, and FlashInfer where it is
-    installed and supports the case. Also reports the shares of the GPU's measured copy bandwidth and
-    product throughput.
+    """Time each case: the kernel, the performance model's prediction, XLA, and FlashInfer where it
+    is installed and supports the case. Also reports the shares of the GPU's measured copy bandwidth
+    and product throughput.
     """
     copy, product = measured_rates(report, scale)
     device = known_device(jax.devices()[0].device_kind)

@@ -1,9 +1,9 @@
 """Check and time Quire on this machine's NVIDIA GPU: `python -m quire.scripts.gpu.check [--out
 FOLDER]`.
 
-Every part runs in a process of its own, with the whole GPU memory. A crash or a hang does not affect
-other parts, and results reported before it are kept. The most important parts run first; parts that
-do not fit into the time limit are skipped.
+Every part runs in a process of its own, with the whole GPU memory. A crash or a hang does not
+affect other parts, and results reported before it are kept. The most important parts run first;
+parts that do not fit into the time limit are skipped.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def check(
     save: Callable[[dict[str, Any]], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Run the parts that fit into `budget` seconds. Returns the findings of each part by its name."""
+    """Run the parts that fit into `budget` seconds. Returns the findings by part."""
     began = clock()
     results = {}
     for check_part in check_parts:

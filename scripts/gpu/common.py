@@ -111,7 +111,7 @@ class PartReport:
 
 
 def seconds(run: Callable, *inputs, bursts: int = 5) -> float:
-    """Seconds of one call on a warm GPU: the median over bursts of calls, which hide launch time."""
+    """Seconds of one call on a warm GPU: the median over bursts of calls."""
 
     def burst(num_calls: int) -> Any:
         out = None

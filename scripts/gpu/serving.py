@@ -1,4 +1,4 @@
-"""Serving many concurrent requests, and the share of decode time in which the GPU waits for the host."""
+"""Serving many concurrent requests, and the share of decode time that the GPU is idle."""
 
 import random
 import time

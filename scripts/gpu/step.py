@@ -1,5 +1,5 @@
-"""The whole decode step of a model with random weights: its time relative to the bytes it reads, and
-its results compared between attention implementations.
+"""The whole decode step of a model with random weights: its time relative to the bytes it reads,
+and its results compared between attention implementations.
 """
 
 import time
@@ -98,7 +98,7 @@ def measure(
 
 
 def compare(report: PartReport, name: str, token_ids: np.ndarray, hidden: np.ndarray) -> None:
-    """Compare results with those saved by an earlier part under this name; save them if none are."""
+    """Compare the results with those that an earlier part saved under `name`, or save them."""
     reference_path = report.file.with_name(f"{name}.npz")
     if not reference_path.exists():
         np.savez(reference_path, drawn=token_ids, hidden=hidden)
@@ -113,7 +113,8 @@ def compare(report: PartReport, name: str, token_ids: np.ndarray, hidden: np.nda
         report.wrong(f"{name}: hidden states differ by {error:.2f} from those of the other step")
     report(
         f"           against the step before: hidden states differ by {error:.1e}, "
-        f"{agreement[0]:.0%} of the first tokens and {agreement[1]:.0%} of {len(token_ids)} are the same",
+        f"{agreement[0]:.0%} of the first tokens and {agreement[1]:.0%} of {len(token_ids)} are "
+        "the same",
         **{
             f"{name}, compared": {
                 "hidden": error,
@@ -125,8 +126,8 @@ def compare(report: PartReport, name: str, token_ids: np.ndarray, hidden: np.nda
 
 
 def fill(runner: Runner, seed: int) -> None:
-    """Fill the KV cache with random numbers; keys are scaled up so that attention weights are peaked,
-    as in a real model.
+    """Fill the KV cache with random numbers; keys are scaled up so that attention weights are
+    peaked, as in a real model.
     """
     leaves, tree = jax.tree.flatten(runner.state.pages)
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -1,11 +1,11 @@
-"""A performance model of a step's time on a GPU, from its bytes, operations and kernel launches. The
-constants are estimates that no measurement has confirmed yet.
+"""A performance model of a step's time on a GPU, from its bytes, operations and kernel launches.
+The constants are estimates that no measurement has confirmed yet.
 
     seconds = max(bytes / (SUSTAINED * bandwidth), operations / (PRODUCTS * speed)) + launches *
     LAUNCH
 
-The model holds for steps that run entirely as CUDA graphs; steps that synchronise with the host take
-longer.
+The model holds for steps that run entirely as CUDA graphs; steps that synchronise with the host
+take longer.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ LAUNCH = 2.0e-6
 
 @dataclass(frozen=True)
 class Goal:
-    """The share of the memory roofline that a decode step is to reach, and the model's prediction for
-    an H200.
+    """The share of the memory roofline that a decode step is to reach, and the model's prediction
+    for an H200.
     """
 
     share: float
@@ -39,7 +39,8 @@ class Goal:
         )
 
 
-# Cases as in tools/gpu/ahead.py; docs/kernels.md lists the compiled programs that the predictions use.
+# Cases as in tools/gpu/ahead.py; docs/kernels.md lists the compiled programs that the predictions
+# use.
 GOALS = {
     "llama-3-8b, bf16, batch 1": Goal(0.90, 4.25e-3, 0.84),
     "llama-3-8b, bf16, batch 64": Goal(0.80, 6.36e-3, 0.88),
@@ -56,8 +57,8 @@ def least(
     prompts: bool = False,
     tensor: int = 1,
 ) -> tuple[float, float]:
-    """Minimum (bytes, operations) of a step on one device. Counts the experts that would be chosen if
-    every token chose experts at random.
+    """Minimum (bytes, operations) of a step on one device. Counts the experts that would be chosen
+    if every token chose experts at random.
     """
     sizes = {"data": 1, "pipe": 1, "context": 1, "expert": 1, "tensor": tensor}
     device = DEVICES["h200"]  # any device: its rates cancel out below

@@ -1,8 +1,8 @@
 """Compile a step for a mesh without its devices: `python -m quire.scripts.plan.ahead MODEL --mesh
 tensor=8,pipe=2`.
 
-MODEL is a folder with a config.json, or a name in `MODELS`. A subprocess forces XLA's CPU backend to
-have as many host devices as the mesh, and compiles the step from the shapes of weights and cache
+MODEL is a folder with a config.json, or a name in `MODELS`. A subprocess forces XLA's CPU backend
+to have as many host devices as the mesh, and compiles the step from the shapes of weights and cache
 alone. The result is the memory that each device would hold and the bytes that collectives would
 send. Temporary buffers are those of the CPU compiler and differ from a GPU's.
 """
@@ -211,8 +211,8 @@ def measure(
 
 
 def collectives(text: str) -> tuple[Counter, Counter]:
-    """(bytes of the model's collectives, bytes of sampling's collectives) by kind of collective, from
-    a compiled program's HLO text.
+    """(bytes of the model's collectives, bytes of sampling's collectives) by kind of collective,
+    from a compiled program's HLO text.
 
     XLA for CPUs computes bfloat16 all-reduces in float32 and marks them as promoted; these count
     with the size of bfloat16.

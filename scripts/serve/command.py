@@ -31,7 +31,7 @@ def repeatable_option(
 
 
 def takes_flags(main):
-    """Replace the parameters `settings`, `scale` and `engine` by server, replica and engine flags."""
+    """Replace the parameters `settings`, `scale` and `engine` by the flags for them."""
     main = o.takes("settings", SERVER_FLAGS, {field.name: field.default for field in SETTINGS})(
         main
     )

@@ -11,7 +11,7 @@ MASKED = -1e30  # score of a masked key
 
 
 def attention(config: ModelConfig, documents_BT):
-    """The hook `attend` for causal attention inside each document, computed by blocks of queries."""
+    """The hook `attend` for causal attention in each document, computed by blocks of queries."""
     B, T = documents_BT.shape
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
@@ -56,8 +56,8 @@ def attention_of_pass(number: int, documents_BT):
     """The hook `attend` for draft layers that run autoregressively over their own features.
 
     In pass `number` (from 0), the features of position t stand for a draft of `number` tokens that
-    ends at t. Position t therefore attends to the positions up to t - `number` of pass 0, which hold
-    the target model's features, and to one position of each later pass: its own draft prefix.
+    ends at t. Position t therefore attends to the positions up to t - `number` of pass 0, which
+    hold the target model's features, and to one position of each later pass: its own draft prefix.
     """
     B, T = documents_BT.shape
 

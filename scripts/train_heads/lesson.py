@@ -129,8 +129,8 @@ def score_eagle(
 def passes(
     heads, head_weights, target_weights, batch: Rows, places: int, raw_TF
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (features, hidden states) of each pass of the draft layers: the first pass runs over the
-    target's features, each later one over the features of the pass before.
+    """Yield (features, hidden states) of each pass of the draft layers: the first pass runs over
+    the target's features, each later one over the features of the pass before.
 
     The features at a position are inputs at the next position. Token inputs are the model's own
     answer; positions after a wrong draft do not count as accepted.
@@ -168,7 +168,7 @@ def smooth(x):
 def compare(
     draft_logits, x_TD, target_TD, labels_BT, target_weights, config: ModelConfig, tokens_U
 ):
-    """(cross entropy with the target's distribution, whether the greedy draft is the label), each [T].
+    """(cross entropy with the target's distribution, whether the greedy draft is the label) by row.
 
     Args:
         drafted: Computes draft logits from hidden states.

@@ -215,7 +215,7 @@ class Session:
 
 
 def with_dense_head(weights: ModelWeights) -> ModelWeights:
-    """The model with a dequantised output matrix: products with int8 activations have no gradient."""
+    """Dequantise the output matrix, because products with int8 activations have no gradient."""
     tied = weights.head_VD is None
     table: Any = weights.embed_VD if tied else weights.head_VD
     dense_VD = table[jnp.arange(rows(table))]

@@ -101,8 +101,9 @@ class Settings:
         for setting in fields(self):
             if recorded.get(setting.name) != values[setting.name]:
                 raise ModelError(
-                    f"{folder} was begun with {setting.name} = {recorded.get(setting.name)!r}, and now it "
-                    f"is {values[setting.name]!r}; give what it was begun with, or another folder"
+                    f"{folder} was begun with {setting.name} = {recorded.get(setting.name)!r}, and "
+                    f"now it is {values[setting.name]!r}; give what it was begun with, or another "
+                    "folder"
                 )
 
 

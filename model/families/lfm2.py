@@ -59,7 +59,7 @@ def mixers(keys: Keys, max_len: int) -> list[Mixer]:
 
 
 def shared_fields(keys: Keys) -> dict[str, Any]:
-    """The fields of the whole model."""
+    """The fields of `ModelConfig` that dense and MoE models share."""
     tied = keys("tie_embedding", keys("tie_word_embeddings", True))
     return {"norm_eps": keys.positive("norm_eps", 1e-5), "tied": tied}
 

@@ -198,7 +198,7 @@ def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path
             up_OR = rng.standard_normal((outputs, rank))
             in_I, out_O = part.permutations(target.into)
             leaf = np.zeros((*target.into, *target.out))
-            leaf[part.source.at] = part.source.turn(up_OR @ down_RI)
+            leaf[part.source.at] = part.source.transform(up_OR @ down_RI)
             whole = np.zeros((math.prod(target.into), math.prod(target.out)))
             whole[:, part.first : part.last] = down_RI.T[in_I] @ up_OR.T[:, out_O]
             np.testing.assert_allclose(whole.reshape(leaf.shape), leaf, atol=1e-12)

@@ -332,7 +332,7 @@ def test_interleaved_pairs_give_the_same_scores():
     for part in (*sources.qkv_DGH.parts, *sources.qkv_bias_GH.parts):
         tensor = stored[part.name] = rng.standard_normal(part.shape)
         whole = np.zeros((D, 4, H) if "weight" in part.name else (4, H))
-        whole[part.at] = part.turn(tensor)
+        whole[part.at] = part.transform(tensor)
         loaded_TGH += np.einsum("TD,DGH->TGH", x_TD, whole) if "weight" in part.name else whole
 
     phase = np.exp(1j * at[:, None, None] * np.array(attention.rope.inv_freq))

@@ -63,7 +63,9 @@ def test_sources_fill_every_leaf_once(variant):
             for part in parts:
                 if part.name.endswith("_blocks"):
                     one = 0x11  # two codes a byte, which loading parts
-                filled[part.at] += part.turn(np.full(part.shape, one, np.uint8)).astype(np.int8)
+                filled[part.at] += part.transform(np.full(part.shape, one, np.uint8)).astype(
+                    np.int8
+                )
             assert (filled == one).all()
         names.extend(
             part.name for part in source.parts if not part.name.endswith(".kv_b_proj.weight")

@@ -43,7 +43,7 @@ def tensor(
 
 
 def scale(name: str, size: int, offset: float = 0.0) -> Source:
-    """The source of a norm's scale; `offset` is 1 for Gemma's checkpoints, which store `scale - 1`."""
+    """The source of a norm's scale; Gemma's checkpoints store `scale - 1`, so `offset` is 1."""
     return tensor(name, (size,), lambda x: x.astype(np.float32) + offset)
 
 
@@ -64,7 +64,7 @@ def deinterleave_rotary(x: np.ndarray, first: int, last: int) -> np.ndarray:
 
 
 def move_gates_first(x: np.ndarray) -> np.ndarray:
-    """Reorder [..., 2N, H]: query and gate of each head in turn become all gates, then all queries."""
+    """Reorder [..., 2N, H] from (query, gate) of each head to all gates, then all queries."""
     *lead, N, H = x.shape
     return x.reshape(*lead, N // 2, 2, H).swapaxes(-3, -2)[..., ::-1, :, :].reshape(x.shape)
 

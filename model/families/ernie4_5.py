@@ -27,7 +27,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def expert_layers(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
-    """All layers; those that `moe_layer_interval` and the start and end index select have experts."""
+    """All layers; config.json has the interval and range of the layers with experts."""
     keys.refuse("moe_gate", "topk")
     keys.refuse("moe_use_aux_free", True)
     keys.ignore("moe_capacity", "moe_norm_min", "moe_num_experts_per_device")  # training only

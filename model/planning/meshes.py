@@ -22,11 +22,11 @@ from ..config import Layer, ModelConfig, ModelError
 from ..partition import (
     Stage,
     check,
+    no_context_parallelism_reason,
     split_config,
     splits,
     stage_weights,
     stages,
-    no_context_parallelism_reason,
 )
 from ..weights import ModelWeights, abstract, dense_specs
 from .cost import Device, active_weights, layer_token_bytes, score_width, seen, state_bytes

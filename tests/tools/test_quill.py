@@ -310,7 +310,7 @@ def test_the_table_of_quality(tmp_path, monkeypatch):
 
 
 def test_documents_for_calibration(tmp_path):
-    prompts.main(tmp_path / "a.jsonl", count=20, seed=0, whole=True, task=None)
+    prompts.main(tmp_path / "a.jsonl", count=20, seed=0, write_documents=True, task=None)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert len(set(texts)) == 20
     assert all(text.endswith(tasks.END) and tasks.BOS not in text for text in texts)

@@ -1,4 +1,4 @@
-"""Training quill's decoder: bfloat16 products in both directions, the loss."""
+"""Quill's training forward pass: initialisation, bfloat16 products in both directions, the loss."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quire.sharding import struct
 
 
 def looking_back(weights, config: ModelConfig):
-    """Weights whose first layer's head h attends, before any training, h tokens back.
+    """Initialise the first layer such that head h attends h tokens back.
 
-    Looking something up needs to know what stood just before each token, and finding that out takes
-    training longer than all the rest. One dimension of the embedding is made the same for every
-    token; from it the keys get a constant vector in the fastest rotary pairs, and each head's
-    queries the same vector turned by h positions.
+    Lookup tasks need the token before each token, which takes training longer to learn than
+    everything else. One embedding dimension is set to a constant for all tokens. Through it, keys
+    get a constant vector in the fastest rotary pairs, and the queries of head h the same vector
+    rotated by h positions.
     """
     first = weights.layers[0]
     constant = 0.3
@@ -38,7 +38,7 @@ def looking_back(weights, config: ModelConfig):
         turn = -head * inv_freq[:pairs] if head < a.heads else np.zeros(pairs)
         vector_H = np.zeros(a.head_dim)
         vector_H[:pairs], vector_H[half : half + pairs] = np.cos(turn), np.sin(turn)
-        qkv_DGH[:, head] *= 0.3  # what the token says is left in, but does not drown this
+        qkv_DGH[:, head] *= 0.3  # damp the content-dependent part, so that position dominates
         qkv_DGH[0, head] = gain * vector_H
     attention = w.replace(qkv_DGH=jnp.asarray(qkv_DGH), q_norm=w.q_norm * sharp)
     layers = (first.replace(attention=attention), *weights.layers[1:])
@@ -49,9 +49,7 @@ def looking_back(weights, config: ModelConfig):
 
 @jax.custom_vjp
 def narrow_dot(x, w):
-    """x @ w with both rounded to bfloat16 and the sum in float32, and the same for its
-    gradients.
-    """
+    """x @ w in bfloat16 with float32 accumulation, also in the gradients."""
     return _dot(x, w)
 
 
@@ -93,7 +91,7 @@ class Narrow(Weight):
 
 
 def narrowed(weights):
-    """The weight tree with every matrix as a `Narrow` node; the embedding is looked up as it is."""
+    """Replace every matrix by a `Narrow` node; embedding lookups keep the float32 table."""
     embed = weights.embed_VD
     nodes = jax.tree.map(lambda leaf: Narrow(leaf) if leaf.ndim > 1 else leaf, weights)
     return nodes.replace(embed_VD=embed, head_VD=Narrow(embed))
@@ -113,15 +111,15 @@ def loss_of(weights, batch, config: ModelConfig):
     """Weighted mean cross entropy of a batch (tokens, targets, weights, documents)."""
     tokens, targets, weight, documents = batch
     logits_RV = logits_of(weights, tokens, documents, config)
-    # a mask: the gradient of a gather is slow
-    wanted_RV = jnp.arange(config.vocab_size) == targets.reshape(-1, 1)
-    right_R = jnp.where(wanted_RV, logits_RV, 0).sum(axis=-1)
-    lost_R = (jax.nn.logsumexp(logits_RV, axis=-1) - right_R) * weight.reshape(-1)
-    return lost_R.sum() / jnp.maximum(weight.sum(), 1)
+    # A mask instead of a gather, whose gradient is slow.
+    is_target_RV = jnp.arange(config.vocab_size) == targets.reshape(-1, 1)
+    target_logit_R = jnp.where(is_target_RV, logits_RV, 0).sum(axis=-1)
+    loss_R = (jax.nn.logsumexp(logits_RV, axis=-1) - target_logit_R) * weight.reshape(-1)
+    return loss_R.sum() / jnp.maximum(weight.sum(), 1)
 
 
 def predictions(weights, tokens_BT, documents_BT, config: ModelConfig):
-    """The most likely next token at every place."""
+    """The most likely next token at every position."""
     return jnp.argmax(logits_of(weights, tokens_BT, documents_BT, config), axis=-1).reshape(
         tokens_BT.shape
     )

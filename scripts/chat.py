@@ -21,11 +21,11 @@ from .terminal import FENCE, MessageReader, PlainAnswer, RenderedAnswer
 
 MAX_TOKENS = 512
 HELP = """\
-/reset forgets the conversation, /save FILE keeps it for --resume FILE, /exit leaves (so does Ctrl-D)
-Ctrl-C stops an answer, twice leaves
-Alt-Enter begins a new line, what is pasted is one message, and so is what stands between two \"\"\""""
+/reset starts a new conversation, /save FILE saves it for --resume FILE, /exit or Ctrl-D quits
+Ctrl-C stops an answer; pressed twice, it quits
+Alt-Enter inserts a newline; pasted text is one message, as is everything between two \"\"\""""
 TAUGHT = """\
-It is a very small model to try things with: stories, sums, sorted lists, small JSON.
+It is a very small model for trying things out: stories, sums, sorted lists, small JSON.
 It cannot hold a conversation: /reset before the next question."""  # about the bundled model
 
 

@@ -74,10 +74,8 @@ def mixers(keys: Keys, max_len: int | None) -> tuple[Attention, DeltaNet]:
 
 def layer_kinds(keys: Keys) -> list[str]:
     """Each layer's kind; by default every fourth layer has full attention."""
-    count, attention_period = (
-        keys.count("num_hidden_layers"),
-        keys.count("full_attention_interval", 4),
-    )
+    count = keys.count("num_hidden_layers")
+    attention_period = keys.count("full_attention_interval", 4)
     default_kinds = [
         "linear_attention" if (index + 1) % attention_period else "full_attention"
         for index in range(count)

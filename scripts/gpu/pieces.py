@@ -82,10 +82,8 @@ def mixtures(
     name: str, config: ModelConfig, row_counts: tuple[int, ...], seed: int
 ) -> Iterator[StepPiece]:
     """The MoE layer with its router; only experts chosen by some token are read."""
-    moe, w = (
-        config.layers[0].moe,
-        random_arrays(abstract(config).layers[0].moe, seed, on_device=True),
-    )
+    moe = config.layers[0].moe
+    w = random_arrays(abstract(config).layers[0].moe, seed, on_device=True)
     mix = jax.jit(lambda w, x_TD: decoder.mix(moe, w, x_TD, x_TD, jnp.ones(len(x_TD), bool)))
     for rows in row_counts:
         x_TD = random_hidden(config, rows, seed)
@@ -96,10 +94,8 @@ def mixtures(
 
 
 def dense(config: ModelConfig, row_counts: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
-    mlp, w = (
-        config.layers[0].mlp,
-        random_arrays(abstract(config).layers[0].mlp, seed, on_device=True),
-    )
+    mlp = config.layers[0].mlp
+    w = random_arrays(abstract(config).layers[0].mlp, seed, on_device=True)
     run = jax.jit(lambda w, x_TD: decoder.mlp(mlp, w, x_TD, decoder.ONE_DEVICE))
     for rows in row_counts:
         inputs = w, random_hidden(config, rows, seed)

@@ -154,7 +154,8 @@ def decode_steps(
         seq = Sequence(
             0, tokens, scale.context, SamplingParams(temperature=0, ignore_eos=True), scale.steps, 0
         )
-        seq.slot, seq.cache.pages = slot, [pages[slot].tolist()]
+        seq.slot = slot
+        seq.cache.pages = [pages[slot].tolist()]
         runner.assign(seq, scale.context - 1)
         seqs.append(seq)
     sent = []

@@ -175,7 +175,8 @@ def pack(answers: Answers, numbers: Sequence[int], length: int) -> Rows:
         for place, number in enumerate(members, 1):
             document = answers.document(number)[:length]
             span = np.s_[row, at : at + len(document)]
-            tokens[span], documents[span] = document, place
+            tokens[span] = document
+            documents[span] = place
             positions[span] = np.arange(len(document))
             written[span] = np.arange(len(document)) >= answers.prompts[number]
             at += len(document)

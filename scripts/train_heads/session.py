@@ -56,7 +56,8 @@ class Session:
             check_kind(s.kind)
             heads = draft_heads.read_heads(s.start, served, s.kind)
             self.hf = read_json(s.start / CONFIG)
-        self.written, self.heads = heads, at_dtype(heads, self.target.dtype)
+        self.written = heads
+        self.heads = at_dtype(heads, self.target.dtype)
 
     def run(self) -> None:
         """Generate answers and train, from where the last run stopped, until done or Ctrl-C."""

@@ -564,7 +564,10 @@ def test_a_terminal_sees_the_model_the_speed_and_colour(tmp_path):
         os.close(leader)
     seen = heard.decode()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "")
-    assert "\nquill\nIt is a very small model" in plain and "\n/reset forgets" in plain
+    assert (
+        "\nquill\nIt is a very small model" in plain
+        and "\n/reset starts a new conversation" in plain
+    )
     assert "It cannot hold a conversation: /reset" in plain
     assert re.search(
         r"31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", plain

@@ -184,7 +184,8 @@ def lfm2(shape: ModelShape, vocab: int, draw, linear) -> dict:
 
     D = shape.width
     F = shape.ffn
-    ones, small = np.ones(D, ml_dtypes.bfloat16), np.ones(shape.head, ml_dtypes.bfloat16)
+    ones = np.ones(D, ml_dtypes.bfloat16)
+    small = np.ones(shape.head, ml_dtypes.bfloat16)
     tensors = {
         "model.embed_tokens.weight": draw(vocab, D, 0.02),
         "model.embedding_norm.weight": ones,

@@ -26,7 +26,10 @@ class Oracle:
     """
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], vocab: int):
-        self.answers, self.vocab, self.rate, self.rng = answers, vocab, 0.0, random.Random(0)
+        self.answers = answers
+        self.vocab = vocab
+        self.rate = 0.0
+        self.rng = random.Random(0)
 
     def propose(self, seq, max_drafts: int) -> list[int]:
         truth = self.answers[tuple(seq.tokens[: seq.num_prompt])][seq.num_output :][:max_drafts]
@@ -95,12 +98,10 @@ def main(
     )
     ask(drafting_llm, prompts[0])
     for acceptance_rate in rate or [0.7, 0.9]:
-        oracle.rate, speeds, gains, drafts_before = (
-            acceptance_rate,
-            [],
-            [],
-            take_snapshot(drafting_llm.engine).drafts,
-        )
+        oracle.rate = acceptance_rate
+        speeds = []
+        gains = []
+        drafts_before = take_snapshot(drafting_llm.engine).drafts
         for prompt in prompts:
             expected, seconds_before = ask(plain_llm, prompt)
             draft_tokens, draft_seconds = ask(drafting_llm, prompt)

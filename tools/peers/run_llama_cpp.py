@@ -274,12 +274,12 @@ class Slots:
     def step(self):
         while self.free and self.queue:
             index = self.queue.pop(0)
-            self.slots[index], self.place[index] = self.free.pop(), 0
-            self.rest[index], self.left[index] = (
-                list(self.requests[index].prompt),
-                self.requests[index].count,
-            )
-            self.texts[index], self.drafts[index] = list(self.requests[index].prompt), []
+            self.slots[index] = self.free.pop()
+            self.place[index] = 0
+            self.rest[index] = list(self.requests[index].prompt)
+            self.left[index] = self.requests[index].count
+            self.texts[index] = list(self.requests[index].prompt)
+            self.drafts[index] = []
         output_rows = {}
         used = 0
         b = self.batch
@@ -290,9 +290,13 @@ class Slots:
                 self.rest[index][BATCH - used :],
             )
             for token in fed:
-                b.token[used], b.pos[used], b.n_seq_id[used] = token, self.place[index], 1
-                b.seq_id[used][0], b.logits[used] = self.slots[index], 0
-                used, self.place[index] = used + 1, self.place[index] + 1
+                b.token[used] = token
+                b.pos[used] = self.place[index]
+                b.n_seq_id[used] = 1
+                b.seq_id[used][0] = self.slots[index]
+                b.logits[used] = 0
+                used = used + 1
+                self.place[index] = self.place[index] + 1
             if fed and not self.rest[index]:
                 output_rows[index] = range(used - 1 - len(self.drafts[index]), used)
                 for row in output_rows[index]:

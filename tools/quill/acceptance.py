@@ -43,10 +43,8 @@ class Verified(Observer):
     @property
     def rate(self) -> float:
         """The probability that a draft token is accepted if all before it are."""
-        right, missed = (
-            sum(self.right),
-            sum(n < k for n, k in zip(self.right, self.lengths, strict=True)),
-        )
+        right = sum(self.right)
+        missed = sum(n < k for n, k in zip(self.right, self.lengths, strict=True))
         return right / max(right + missed, 1)
 
     @property

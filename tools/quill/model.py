@@ -37,7 +37,8 @@ def looking_back(weights, config: ModelConfig):
     for head in range(a.heads + 1):  # the last one is the key's
         turn = -head * inv_freq[:pairs] if head < a.heads else np.zeros(pairs)
         vector_H = np.zeros(a.head_dim)
-        vector_H[:pairs], vector_H[half : half + pairs] = np.cos(turn), np.sin(turn)
+        vector_H[:pairs] = np.cos(turn)
+        vector_H[half : half + pairs] = np.sin(turn)
         qkv_DGH[:, head] *= 0.3  # damp the content-dependent part, so that position dominates
         qkv_DGH[0, head] = gain * vector_H
     attention = w.replace(qkv_DGH=jnp.asarray(qkv_DGH), q_norm=w.q_norm * sharp)
@@ -79,7 +80,8 @@ class Narrow(Weight):
             raise NotImplementedError("training has no biases")
         into, out = subscripts.split("->")[0].split(",")
         shared = sum(letter in into for letter in out)
-        shape, rows = self.array.shape, x.shape[: x.ndim - shared]
+        shape = self.array.shape
+        rows = x.shape[: x.ndim - shared]
         if subscripts == "RD,VD->RV":
             return narrow_dot(x, self.array.T)
         inner = 1

@@ -100,7 +100,7 @@ def converse(
                 greeting += f"\ngoing on with the {len(messages)} messages of {resume}"
             print(f"{paint(name, sys.stdout, bold=True)}\n{paint(greeting, sys.stdout, dim=True)}")
         saved_as = resume
-        for message in join_fenced_lines(lines()):
+        for message in join_fenced_lines(read_lines()):
             match message.split():
                 case []:
                     continue
@@ -155,7 +155,7 @@ def join_fenced_lines(lines: Iterable[str]) -> Iterator[str]:
         yield "\n".join(fenced_lines).strip("\n")
 
 
-def lines() -> Iterator[str]:
+def read_lines() -> Iterator[str]:
     """Lines from stdin, or messages typed at a terminal."""
     if sys.stdin.isatty():
         yield from MessageReader().messages()
@@ -262,11 +262,11 @@ def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tu
             written,
             result.num_cached_tokens,
         )
-        print(paint(speed(timing), sys.stdout, dim=True))
+        print(paint(timing_text(timing), sys.stdout, dim=True))
     return (*conversation, {"role": "assistant", "content": text})
 
 
-def speed(timing: Timing) -> str:
+def timing_text(timing: Timing) -> str:
     """One line with an answer's tokens, decode rate and time to first token."""
     rate = "" if timing.tokens_per_second is None else f", {timing.tokens_per_second:.1f} tokens/s"
     cached = f", {timing.cached_tokens} cached" if timing.cached_tokens else ""

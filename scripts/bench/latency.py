@@ -62,7 +62,7 @@ def main(
             runs.append(serve(llm, samples, batch_size, temperature, perf_counter))
             advance(1, batch_size * output_len)
     runs = runs[num_iters_warmup:]
-    values = latency_values(runs)
+    values = latency_milliseconds(runs)
     drafts = total_drafts(runs)
     names = NAMES if drafts is None else NAMES | WITH_DRAFTS
     name = model or "quill"
@@ -82,7 +82,7 @@ def main(
     )
 
 
-def latency_values(runs: list[LoadRun]) -> dict[str, list[float]]:
+def latency_milliseconds(runs: list[LoadRun]) -> dict[str, list[float]]:
     """Milliseconds of batches, TTFT and ITL; with speculative decoding also TPOT."""
     by_metric = milliseconds(answer for run in runs for answer in run.answers)
     result = {

@@ -20,7 +20,7 @@ SEVERAL = "Several devices"
 UNITS = {"bandwidth": 1e9, "link": 1e9, "network": 1e9, "flops": 1e12}
 
 
-def speed(help: str, metavar: str) -> Any:
+def device_option(help: str, metavar: str) -> Any:
     return o.option(help, MACHINE, metavar, "the device's", min=0.001)
 
 
@@ -65,16 +65,19 @@ def main(
             "the device's memory times --gpu-memory-utilization",
         ),
     ] = None,
-    bandwidth: Annotated[float | None, speed("Memory bandwidth.", "GB/S")] = None,
+    bandwidth: Annotated[float | None, device_option("Memory bandwidth.", "GB/S")] = None,
     flops: Annotated[
-        float | None, speed("Peak dense bfloat16 throughput, without sparsity.", "TFLOP/S")
+        float | None, device_option("Peak dense bfloat16 throughput, without sparsity.", "TFLOP/S")
     ] = None,
     link: Annotated[
         float | None,
-        speed("Bandwidth between devices of a machine (NVLink, ICI), per direction.", "GB/S"),
+        device_option(
+            "Bandwidth between devices of a machine (NVLink, ICI), per direction.", "GB/S"
+        ),
     ] = None,
     network: Annotated[
-        float | None, speed("Network bandwidth between machines per device and direction.", "GB/S")
+        float | None,
+        device_option("Network bandwidth between machines per device and direction.", "GB/S"),
     ] = None,
     devices: Annotated[
         int | None,

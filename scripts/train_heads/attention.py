@@ -21,7 +21,7 @@ def attention(config: ModelConfig, documents_BT):
             v_TKH = k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH
             cache = {**cache, index: tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))}
         k_BJKH, v_BJKH = cache[config.kv_owner[index]]
-        q_BTKGH = grouped(q_TNH * params.scale, B, k_BJKH.shape[2])
+        q_BTKGH = group_heads(q_TNH * params.scale, B, k_BJKH.shape[2])
         out = []
         for start in range(0, T, BLOCK):
             stop = min(start + BLOCK, T)
@@ -52,7 +52,7 @@ def attention(config: ModelConfig, documents_BT):
     return attend
 
 
-def attention_of_pass(number: int, documents_BT):
+def attention_for_pass(number: int, documents_BT):
     """The hook `attend` for draft layers that run autoregressively over their own features.
 
     In pass `number` (from 0), the features of position t stand for a draft of `number` tokens that
@@ -66,14 +66,14 @@ def attention_of_pass(number: int, documents_BT):
         passes = [*cache.get(index, ()), kv]
         cache = {**cache, index: passes}
         (k_BJKH, v_BJKH), *drafted = passes
-        q_BTKGH = grouped(q_TNH * params.scale, B, k_BJKH.shape[2])
+        q_BTKGH = group_heads(q_TNH * params.scale, B, k_BJKH.shape[2])
         distance = jnp.arange(T)[:, None] - jnp.arange(T)[None]
         is_visible = (distance >= number) & (documents_BT[:, :, None] == documents_BT[:, None])
         score = jnp.einsum("BQKGH,BJKH->BKQGJ", q_BTKGH, k_BJKH, preferred_element_type=jnp.float32)
         scores = [jnp.where(is_visible[:, None, :, None], score, MASKED)]
         values = []
         for place, (k, v) in enumerate(drafted, 1):
-            k, v = (shifted(x, number - place) for x in (k, v))
+            k, v = (shift(x, number - place) for x in (k, v))
             score = jnp.einsum("BQKGH,BQKH->BKQG", q_BTKGH, k, preferred_element_type=jnp.float32)
             scores.append(score[..., None])
             values.append(v)
@@ -86,11 +86,11 @@ def attention_of_pass(number: int, documents_BT):
     return attend
 
 
-def grouped(q_TNH, B: int, K: int):
+def group_heads(q_TNH, B: int, K: int):
     return q_TNH.reshape(B, -1, K, q_TNH.shape[1] // K, q_TNH.shape[2])
 
 
-def shifted(x_BT, count: int):
+def shift(x_BT, count: int):
     """Shift along T by `count` positions to the right (to the left if negative), filling with 0."""
     if count == 0:
         return x_BT

@@ -116,5 +116,5 @@ def first_weights(
     return head_weights.replace(head_VD=jnp.asarray(table_VD)[tokens_V])
 
 
-def at_dtype(heads: DraftHeads, dtype: str) -> DraftHeads:
+def with_dtype(heads: DraftHeads, dtype: str) -> DraftHeads:
     return replace(heads, model=replace(heads.model, dtype=dtype))

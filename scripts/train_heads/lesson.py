@@ -14,7 +14,7 @@ from ...model.config import ModelConfig
 from ...model.draft_heads import DraftHeads
 from ...model.mixers import LayerHooks
 from .answers import Rows
-from .attention import attention, attention_of_pass, shifted
+from .attention import attention, attention_for_pass, shift
 
 FEATURES = 0.2  # loss weight of the features that an EAGLE layer predicts
 LATER = 0.8  # weight of each draft position relative to the one before
@@ -67,8 +67,8 @@ def draft_mask(batch: Rows, place: int):
     """
     mask_BT = jnp.ones(batch.tokens.shape, bool)
     for offset in range(1, place + 3):
-        is_same_document_BT = shifted(batch.documents, -offset) == batch.documents
-        mask_BT &= is_same_document_BT & shifted(batch.written, -offset)
+        is_same_document_BT = shift(batch.documents, -offset) == batch.documents
+        mask_BT &= is_same_document_BT & shift(batch.written, -offset)
     return mask_BT & (batch.documents > 0)
 
 
@@ -81,9 +81,9 @@ def score_medusa(
     chain_BT = jnp.ones((B, T), bool)
     for c in range(min(places, heads.count)):
         head = replace(heads, count=1), head_weights.replace(heads=head_weights.heads[c : c + 1])
-        target_TD = flat(shifted(hidden_TD.reshape(B, T, -1), -1 - c))
+        target_TD = flat(shift(hidden_TD.reshape(B, T, -1), -1 - c))
         drafted_BT = draft_mask(batch, c)
-        labels_BT = shifted(batch.tokens, -2 - c)
+        labels_BT = shift(batch.tokens, -2 - c)
 
         def drafted(x_RD, head=head):
             return draft_heads.medusa_logits(*head, target_weights, x_RD)[0]
@@ -103,8 +103,8 @@ def score_eagle(
     of the pass before.
     """
     B, T = batch.tokens.shape
-    labels_BT = shifted(batch.tokens, -2)
-    target_TD = flat(shifted(hidden_TD.reshape(B, T, -1), -1))
+    labels_BT = shift(batch.tokens, -2)
+    target_TD = flat(shift(hidden_TD.reshape(B, T, -1), -1))
     scores = []
     chain_BT = jnp.ones((B, T), bool)
     for place, (features_TD, x_TD) in enumerate(
@@ -120,8 +120,8 @@ def score_eagle(
         if heads.kind == "eagle":
             loss_T = loss_T + FEATURES * smooth(features_TD - target_TD).mean(axis=-1)
         # In pass `place`, position t continues a draft that started at t - `place`.
-        drafted_BT = shifted(draft_mask(batch, place), place)
-        chain_BT = shifted(chain_BT, min(place, 1)) & is_right_T.reshape(B, T)
+        drafted_BT = shift(draft_mask(batch, place), place)
+        chain_BT = shift(chain_BT, min(place, 1)) & is_right_T.reshape(B, T)
         scores.append(draft_score(loss_T, chain_BT, drafted_BT))
     return scores
 
@@ -136,17 +136,17 @@ def passes(
     answer; positions after a wrong draft do not count as accepted.
     """
     B, T = batch.tokens.shape
-    next_T = shifted(batch.tokens, -1).reshape(-1)
+    next_T = shift(batch.tokens, -1).reshape(-1)
     positions_T = batch.positions.reshape(-1)
     features_TD = draft_heads.take_features(heads, head_weights, raw_TF)
     cache = {}
     for place in range(places):
-        hooks = LayerHooks(attention_of_pass(place, batch.documents))
+        hooks = LayerHooks(attention_for_pass(place, batch.documents))
         new_features_TD, x_TD, cache = draft_heads.run(
             heads, head_weights, target_weights, next_T, features_TD, positions_T, cache, hooks
         )
         yield new_features_TD, x_TD
-        features_TD = flat(shifted(new_features_TD.reshape(B, T, -1), 1))
+        features_TD = flat(shift(new_features_TD.reshape(B, T, -1), 1))
 
 
 def draft_score(loss_T, chain_BT, drafted_BT) -> DraftScore:

@@ -24,7 +24,7 @@ from ...model.draft_heads import DraftHeads, DraftHeadsWeights
 from ...model.weights import ModelWeights
 from ...ops.linear import rows
 from .answers import Answers, Rows, batches, load, pack, read_prompts, split_rows, write
-from .beginning import at_dtype, check_kind, first_weights, new_heads
+from .beginning import check_kind, first_weights, new_heads, with_dtype
 from .lesson import judge, loss_of
 from .settings import Settings
 
@@ -57,7 +57,7 @@ class Session:
             heads = draft_heads.read_heads(s.start, served, s.kind)
             self.hf = read_json(s.start / CONFIG)
         self.written = heads
-        self.heads = at_dtype(heads, self.target.dtype)
+        self.heads = with_dtype(heads, self.target.dtype)
 
     def run(self) -> None:
         """Generate answers and train, from where the last run stopped, until done or Ctrl-C."""
@@ -130,7 +130,7 @@ class Session:
         else:
             head_weights = draft_heads.load(s.start, self.heads, skip_packing=True)
         tokens_U = head_weights.tokens_U
-        head_weights = master(head_weights.replace(tokens_U=None))
+        head_weights = to_float32(head_weights.replace(tokens_U=None))
         tx = optimizer(s)
         state = {"own": head_weights, "opt": tx.init(head_weights)}
         step = 0
@@ -246,7 +246,7 @@ def split_held_out(count: int, held_out: float) -> tuple[list[int], list[int]]:
     ], held_out_numbers
 
 
-def master(head_weights: DraftHeadsWeights) -> DraftHeadsWeights:
+def to_float32(head_weights: DraftHeadsWeights) -> DraftHeadsWeights:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), head_weights)
 
 

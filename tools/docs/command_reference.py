@@ -13,13 +13,14 @@ from .tables import cell, table
 def command_pages() -> dict[str, str]:
     """The Markdown page of each command by its name, in the order of `COMMANDS`."""
     group = typer.main.get_command(app)
-    return {
-        name: f"# quire {name}\n\n{described(group.get_command(None, name), f'quire {name}', 2)}"
-        for name in COMMANDS
-    }
+    page_by_command = {}
+    for name in COMMANDS:
+        description = describe_command(group.get_command(None, name), f"quire {name}", 2)
+        page_by_command[name] = f"# quire {name}\n\n{description}"
+    return page_by_command
 
 
-def described(command: Any, name: str, level: int) -> str:
+def describe_command(command: Any, name: str, level: int) -> str:
     """A command's usage, help and options in Markdown, followed by its subcommands.
 
     `level` is the heading level of the subcommands.
@@ -41,6 +42,6 @@ def described(command: Any, name: str, level: int) -> str:
     for inner in getattr(command, "commands", ()):
         paragraphs += [
             f"{'#' * level} {name} {inner}",
-            described(command.get_command(context, inner), f"{name} {inner}", level + 1),
+            describe_command(command.get_command(context, inner), f"{name} {inner}", level + 1),
         ]
     return "\n\n".join(paragraphs) + "\n"

@@ -27,7 +27,7 @@ class Section(NamedTuple):
     pages: list[tuple[str, str]]
 
 
-def on_site(path: str) -> str:
+def site_path(path: str) -> str:
     """The path in the site of a file of the repository. Source files become Markdown pages that
     show them.
     """
@@ -35,7 +35,7 @@ def on_site(path: str) -> str:
     return inside if path.startswith("docs/") or inside.endswith(".md") else f"files/{inside}.md"
 
 
-def prose(text: str, change: Callable[[str], str]) -> str:
+def map_prose(text: str, change: Callable[[str], str]) -> str:
     """Apply `change` to the text outside of fenced code blocks."""
     pieces = []
     end = 0
@@ -48,14 +48,14 @@ def prose(text: str, change: Callable[[str], str]) -> str:
 def links(text: str) -> list[str]:
     """The link targets in a page, without external URLs."""
     targets: list[str] = []
-    prose(text, lambda body: targets.extend(match[2] for match in LINK.finditer(body)) or "")
+    map_prose(text, lambda body: targets.extend(match[2] for match in LINK.finditer(body)) or "")
     return [target for target in targets if not ELSEWHERE.match(target)]
 
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub generates them."""
     headings: list[str] = []
-    prose(
+    map_prose(
         text, lambda body: headings.extend(re.findall(r"^#+ (.*?)#* *$", body, re.MULTILINE)) or ""
     )
     return {slug(heading) for heading in headings}
@@ -78,25 +78,25 @@ def target_of(source: str, target: str) -> tuple[str, str]:
 
 def moved(source: str, text: str) -> str:
     """Rewrite a file's links to paths in the site."""
-    source_folder = posixpath.dirname(on_site(source))
+    source_folder = posixpath.dirname(site_path(source))
 
     def follow(match: re.Match) -> str:
         if ELSEWHERE.match(match[2]) or match[2].startswith("#"):
             return match[0]
         path, anchor = target_of(source, match[2])
-        target_path = posixpath.relpath(on_site(path), source_folder or ".")
+        target_path = posixpath.relpath(site_path(path), source_folder or ".")
         return f"{match[1]}{target_path}{'#' if anchor else ''}{anchor}{match[3]}"
 
-    return prose(text, lambda body: LINK.sub(follow, body))
+    return map_prose(text, lambda body: LINK.sub(follow, body))
 
 
-def shown(path: str, text: str) -> str:
+def source_page(path: str, text: str) -> str:
     """A Markdown page that shows a source file."""
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"# {Path(path).name}\n\n`{path}` in the repository:\n\n~~~~{language}\n{text}~~~~\n"
 
 
-def reached(root: Path) -> Iterator[str]:
+def linked_files(root: Path) -> Iterator[str]:
     """Yield the files of `docs/` and all files that they link to, directly or indirectly."""
     pending = [
         path.relative_to(root).as_posix()
@@ -123,13 +123,13 @@ def reached(root: Path) -> Iterator[str]:
 def all_pages(root: Path) -> dict[str, str | bytes]:
     """The content of every file of the site by its path."""
     content_by_path: dict[str, str | bytes] = {}
-    for path in reached(root):
+    for path in linked_files(root):
         if path.startswith("docs/") and not path.endswith(".md"):
-            content_by_path[on_site(path)] = (root / path).read_bytes()
+            content_by_path[site_path(path)] = (root / path).read_bytes()
         else:
             text = (root / path).read_text()
-            content_by_path[on_site(path)] = (
-                moved(path, text) if path.endswith(".md") else shown(path, text)
+            content_by_path[site_path(path)] = (
+                moved(path, text) if path.endswith(".md") else source_page(path, text)
             )
     return content_by_path | references()
 
@@ -148,7 +148,7 @@ def sections(root: Path) -> list[Section]:
         Section(
             name,
             [
-                (title, on_site(target_of(INDEX, target)[0]))
+                (title, site_path(target_of(INDEX, target)[0]))
                 for title, target in LISTED.findall(section_text)
             ],
         )

@@ -37,7 +37,7 @@ COMMENTED = re.compile(r"^    (\w+)(?::| =).*?  # (.+)$", re.MULTILINE)
 WIDTH = 100
 
 
-def kind_of(name: str) -> str:
+def heading_for(name: str) -> str:
     """The heading under which a name is listed."""
     if name in ENGINES:
         return "Engines"
@@ -60,7 +60,7 @@ def python_page() -> str:
         "Errors": [],
     }
     for name in [*ENGINES, *sorted(names.keys() - set(ENGINES))]:
-        groups[kind_of(name)].append(name)
+        groups[heading_for(name)].append(name)
     paragraphs = [
         "# Python",
         (
@@ -73,25 +73,25 @@ def python_page() -> str:
         paragraphs.append(f"## {group}")
         for name in members:
             paragraphs.append(f"### {name}" + ("" if name in exported else "\n\n*returned*"))
-            paragraphs += described(name, names[name])
+            paragraphs += describe_export(name, names[name])
     return "\n\n".join(paragraphs) + "\n"
 
 
-def described(name: str, member: Any) -> Iterator[str]:
+def describe_export(name: str, member: Any) -> Iterator[str]:
     if inspect.isfunction(member):
-        yield from function(name, member)
+        yield from describe_function(name, member)
         return
-    description, entries = docstring(member)
+    description, entries = parse_docstring(member)
     yield description
-    if rows := list(members(member, entries)):
+    if rows := list(member_rows(member, entries)):
         yield table(("", "type", "default", ""), rows)
     if name == "LLM":
         rows = [
             (
                 code(argument.name),
-                code(kind(argument.type)),
-                code(default(argument)),
-                cell(about(argument)),
+                code(type_text(argument.type)),
+                code(default_text(argument)),
+                cell(field_help(argument)),
             )
             for argument in fields(Arguments)
         ]
@@ -106,10 +106,10 @@ def described(name: str, member: Any) -> Iterator[str]:
         )
         if is_public_method and not inner.startswith("_") and inspect.getdoc(method):
             yield f"#### {name}.{inner}"
-            yield from function(f"{name}.{inner}", method)
+            yield from describe_function(f"{name}.{inner}", method)
 
 
-def function(name: str, callable_object: Any) -> Iterator[str]:
+def describe_function(name: str, callable_object: Any) -> Iterator[str]:
     """Yield the signature as in the source, the docstring, and a table of its entries."""
     node = ast.parse(textwrap.dedent(inspect.getsource(callable_object))).body[0]
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -126,13 +126,13 @@ def function(name: str, callable_object: Any) -> Iterator[str]:
             + f"){result}"
         )
     yield f"```python\n{line}\n```"
-    description, entries = docstring(callable_object)
+    description, entries = parse_docstring(callable_object)
     yield description
     if entries:
         yield table(("", ""), [(code(argument), cell(text)) for argument, text in entries.items()])
 
 
-def docstring(documented: Any) -> tuple[str, dict[str, str]]:
+def parse_docstring(documented: Any) -> tuple[str, dict[str, str]]:
     """Split a docstring into (text, descriptions by name from lines such as `name:
     description`).
     """
@@ -146,30 +146,42 @@ def docstring(documented: Any) -> tuple[str, dict[str, str]]:
     return "\n".join(lines).strip(), entries
 
 
-def members(owner: Any, entries: dict[str, str]) -> Iterator[tuple[str, str, str, str]]:
+def member_rows(owner: Any, entries: dict[str, str]) -> Iterator[tuple[str, str, str, str]]:
     """(name, type, default, description) of fields, enum values and properties."""
     comments = dict(COMMENTED.findall(inspect.getsource(owner)))
     if is_dataclass(owner):
         for entry in fields(owner):
-            description = entries.get(entry.name) or about(entry) or comments.get(entry.name, "")
-            yield code(entry.name), code(kind(entry.type)), code(default(entry)), cell(description)
+            description = (
+                entries.get(entry.name) or field_help(entry) or comments.get(entry.name, "")
+            )
+            yield (
+                code(entry.name),
+                code(type_text(entry.type)),
+                code(default_text(entry)),
+                cell(description),
+            )
     elif isinstance(owner, enum.EnumMeta):
         for value in owner:
             yield code(value.name), "", "", cell(comments.get(value.name, ""))
     elif issubclass(owner, dict):
         for entry, type_ in owner.__annotations__.items():
-            yield code(entry), code(kind(type_)), "", cell(comments.get(entry, ""))
+            yield code(entry), code(type_text(type_)), "", cell(comments.get(entry, ""))
     for entry, value in vars(owner).items():
         if isinstance(value, property):
             returns = value.fget.__annotations__.get("return", "") if value.fget else ""
-            yield code(entry), code(kind(returns) if returns else ""), "", cell(docstring(value)[0])
+            yield (
+                code(entry),
+                code(type_text(returns) if returns else ""),
+                "",
+                cell(parse_docstring(value)[0]),
+            )
 
 
-def kind(type_: Any) -> str:
+def type_text(type_: Any) -> str:
     return PREFIXES.sub("", type_ if isinstance(type_, str) else inspect.formatannotation(type_))
 
 
-def default(class_field: Any) -> str:
+def default_text(class_field: Any) -> str:
     if class_field.default is not MISSING:
         return (
             PREFIXES.sub("", repr(class_field.default))
@@ -183,7 +195,7 @@ def default(class_field: Any) -> str:
     )
 
 
-def about(class_field: Any) -> str:
+def field_help(class_field: Any) -> str:
     """The help text in a field's metadata, with its default."""
     help_text = class_field.metadata.get("help") or ""
     text = class_field.metadata.get("default_text")

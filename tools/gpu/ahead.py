@@ -41,7 +41,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        labels = [self.model, self.quant or stored(self.model), f"batch {self.batch}"]
+        labels = [self.model, self.quant or published_format(self.model), f"batch {self.batch}"]
         labels += [f"{DRAFTS} drafts of {self.drafts}"] * (self.drafts is not None)
         labels += [f"{self.rows} rows"] * (self.rows is not None)
         labels += ["top-k, top-p"] * (not self.plain) + [f"KV {self.kv}"] * (self.kv != "auto")
@@ -111,7 +111,7 @@ ROWS = 2048  # maximum tokens in a step
 DRAFTS = 4  # draft tokens per sequence in cases with speculative decoding
 
 
-def stored(model: str) -> str:
+def published_format(model: str) -> str:
     """The format of the model's published weights."""
     from .shapes import SHAPES
 
@@ -147,9 +147,9 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     # Kernels are compiled once, with the first program, so only that one reports spills.
     with described(target, case.tensor):
         programs, variances = zip(
-            *(compiled(case, count, spills) for count in (low_depth, high_depth)), strict=True
+            *(compile_case(case, count, spills) for count in (low_depth, high_depth)), strict=True
         )
-        needed, operations = least(case, layers)
+        needed, operations = minimum_work(case, layers)
     low, high = programs
 
     def whole(value) -> float:
@@ -174,7 +174,7 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
         whole(lambda program: program.sorts),
         high.temporaries,
         {
-            kind: a_layer(lambda program, kind=kind: copied(program, kind))
+            kind: a_layer(lambda program, kind=kind: copied_bytes(program, kind))
             for kind in ("pages", "experts", "weights")
         },
         moved,
@@ -186,7 +186,7 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     )
 
 
-def compiled(case: Case, layers: int, spills: bool):
+def compile_case(case: Case, layers: int, spills: bool):
     """Compile a case with `layers` layers for the GPU of the current context.
 
     Returns (program, reasons that it is not batch-invariant).
@@ -207,26 +207,28 @@ def compiled(case: Case, layers: int, spills: bool):
     width = -(-MAX_LEN // page)
     max_seqs = max(case.batch, 16)
     mesh = make_mesh(tensor=case.tensor) if case.tensor > 1 else None
-    drafter, drafter_specs = drafter_of(case, config)
+    drafter, drafter_specs = make_drafter(case, config)
     pipeline = Pipeline(config, mesh, drafter)
     specs = abstract(config)
     pages = case.batch * width + 1
     drafts = DRAFTS if case.drafts else 0
     state = pipeline.abstract_state((pages,) * groups, page, max_seqs, drafts)
-    weights = here(specs) if mesh is None else abstract_on_mesh(config, mesh, specs)
-    weights = weights if drafter_specs is None else WithDrafter(weights, here(drafter_specs))
+    weights = on_first_device(specs) if mesh is None else abstract_on_mesh(config, mesh, specs)
+    weights = (
+        weights if drafter_specs is None else WithDrafter(weights, on_first_device(drafter_specs))
+    )
     shape = StepShape.largest(max_seqs, ROWS, max_seqs, max_drafts=drafts)
     layouts = BatchBuilder(shape.with_cache(groups, page, MAX_LEN)).layouts
     decodes = case.rows is None
     rows = case.step_rows
     size = choose(layouts, rows, case.batch, rows if decodes else case.batch, decodes)
-    state = here(state) if mesh is None else state
+    state = on_first_device(state) if mesh is None else state
     (lowered,) = pipeline.lower(weights, state, layouts[size], plain=case.plain and decodes)
     shares = Shares(pipeline.paged, case, pages * page)
     return compile_program(lowered, shares.of, shares.turns, spills), pipeline.variance
 
 
-def drafter_of(case: Case, config):
+def make_drafter(case: Case, config):
     """(drafter that runs within the step, specs of its weights), or (None, None)."""
     from quire.model import draft_heads
     from quire.model.checkpoint.loader import family_for
@@ -254,7 +256,7 @@ def drafter_of(case: Case, config):
     ), draft_heads.abstract(heads)
 
 
-def here(tree):
+def on_first_device(tree):
     """Abstract arrays on the first device for a tree of shapes or specs."""
     import jax
     import jax.numpy as jnp
@@ -379,13 +381,13 @@ def kind_of(argument: str) -> str:
     return "weights" if argument.startswith("weights") else "other"
 
 
-def copied(program, kind: str) -> float:
+def copied_bytes(program, kind: str) -> float:
     return sum(
         count for argument, count in program.work.copied.items() if kind_of(argument) == kind
     )
 
 
-def least(case: Case, layers: int) -> tuple[float, float]:
+def minimum_work(case: Case, layers: int) -> tuple[float, float]:
     """Minimum (bytes of weights and pages, operations) of a step with all layers on one device."""
     from quire.scripts.gpu import step_time
 
@@ -394,18 +396,18 @@ def least(case: Case, layers: int) -> tuple[float, float]:
     read, computed = step_time.least(
         config, case.step_rows, case.batch, LENGTH, prompts=prompts, tensor=case.tensor
     )
-    more_read, more_computed = of_drafter(case, config)
+    more_read, more_computed = drafter_work(case, config)
     return read + more_read, computed + more_computed
 
 
-def of_drafter(case: Case, config) -> tuple[float, float]:
+def drafter_work(case: Case, config) -> tuple[float, float]:
     """Minimum (bytes, operations) of the drafter within the step: a pass over all tokens, and one
     per draft token.
     """
     from quire.model.planning.cost import layer_token_bytes
     from quire.sharding.spec import nbytes
 
-    drafter, specs = drafter_of(case, config)
+    drafter, specs = make_drafter(case, config)
     if drafter is None:
         return 0.0, 0.0
     head = specs.embed_VD if specs.head_VD is None else specs.head_VD
@@ -439,7 +441,7 @@ HEADINGS = (
 )
 
 
-def row(result: Result | Failure) -> list[str]:
+def table_row(result: Result | Failure) -> list[str]:
     if isinstance(result, Failure):
         return [result.name, f"does not compile: {result.failed}"]
     outside = ", ".join(f"{count} {kind}" for kind, count in result.outside.items()) or "nothing"
@@ -472,7 +474,7 @@ def lines(results: Iterator[Result | Failure], spills: bool) -> Iterator[str]:
     yield f"| {' | '.join(headings)} |"
     yield f"|{'---|' * len(headings)}"
     for result in results:
-        yield f"| {' | '.join(row(result))} |"
+        yield f"| {' | '.join(table_row(result))} |"
 
 
 def wanted(names: list[str]) -> list[Case]:

@@ -56,13 +56,15 @@ class Instruction:
 
     @property
     def bytes(self) -> float:
-        return sum(elements * bits(kind) / 8 for kind, elements in self.arrays)
+        return sum(elements * element_bits(kind) / 8 for kind, elements in self.arrays)
 
     @property
     def made(self) -> float:
         """Bytes of the results that are not updates in place (which write only some rows)."""
         return sum(
-            e * bits(kind) / 8 for n, (kind, e) in enumerate(self.arrays) if n not in self.aliased
+            e * element_bits(kind) / 8
+            for n, (kind, e) in enumerate(self.arrays)
+            if n not in self.aliased
         )
 
     @property
@@ -86,7 +88,7 @@ class Work:
             self.copied[name] += times * count
 
 
-def bits(kind: str) -> int:
+def element_bits(kind: str) -> int:
     """The bits of an element of an HLO type such as bf16, s4 or pred."""
     match = re.match(r"[a-z]+(\d+)", kind)
     return int(match[1]) if match else 8 * (kind == "pred")
@@ -105,7 +107,7 @@ class Module:
                 inside = self.computations.setdefault(match[2], {}) if match else None
                 self.entry = match[2] if match and match[1] else self.entry
             elif inside is not None and (match := INSTRUCTION.match(line)):
-                parsed = instruction(match)
+                parsed = parse_instruction(match)
                 inside[parsed.name] = parsed
 
     def work(self, shares: PartOf, turns: TurnsOf) -> Work:
@@ -149,7 +151,9 @@ class Walk:
                     body.add(self.computation(called, operand_origins, True))
                 work.add(
                     body,
-                    op.turns if op.turns is not None else self.turns(flat(operand_origins), inner),
+                    op.turns
+                    if op.turns is not None
+                    else self.turns(parameter_names(operand_origins), inner),
                 )
             elif op.kind == "conditional":  # the branch that moves most
                 branches = zip(op.called, operand_origins[1:], strict=True)
@@ -236,18 +240,18 @@ class Walk:
                 elements = operand_op.elements
                 is_slice = True
             else:
-                read, elements, is_slice = part(inside, parameters[number], operand_op)
+                read, elements, is_slice = operand_read(inside, parameters[number], operand_op)
             work.bytes += read
             is_large = LARGE <= elements <= op.elements
             if origin is not None and is_large and is_slice and not multiplies and place is None:
                 elements_by_origin[origin] += elements
         for origin, elements in elements_by_origin.items():
             work.copied[origin] += op.bytes * elements / elements_by_origin.total()
-        work.bytes += updated(inside) if place is not None else op.made
+        work.bytes += updated_bytes(inside) if place is not None else op.made
         return work
 
 
-def part(
+def operand_read(
     inside: Mapping[str, Instruction], parameter: str, operand_op: Instruction
 ) -> tuple[float, int, bool]:
     """(bytes read, elements read, whether the reads are contiguous) of a fusion's operand."""
@@ -268,7 +272,7 @@ def part(
     return operand_op.bytes, operand_op.elements, True
 
 
-def updated(inside: Mapping[str, Instruction]) -> float:
+def updated_bytes(inside: Mapping[str, Instruction]) -> float:
     """Bytes that a fusion writes in place into one of its operands."""
     write_ops = [
         inner for inner in inside.values() if inner.kind in ("scatter", "dynamic-update-slice")
@@ -278,18 +282,18 @@ def updated(inside: Mapping[str, Instruction]) -> float:
     )
 
 
-def flat(origins) -> set[str]:
+def parameter_names(origins) -> set[str]:
     """All parameter names in nested tuples of origins."""
     names = set()
     for origin in origins:
         if isinstance(origin, tuple):
-            names |= flat(origin)
+            names |= parameter_names(origin)
         elif origin is not None:
             names.add(origin)
     return names
 
 
-def instruction(match: re.Match) -> Instruction:
+def parse_instruction(match: re.Match) -> Instruction:
     root, name, shape, kind, inputs, attributes = match.groups()
     index = re.search(r"index=(\d+)", attributes) if kind == "get-tuple-element" else None
     number = int(inputs) if kind == "parameter" else int(index[1]) if index else -1

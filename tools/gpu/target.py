@@ -96,7 +96,7 @@ def missing() -> str | None:
         installed_version = next(
             (
                 distribution.version
-                for distribution in importlib.metadata.distributions(name=name, path=places())
+                for distribution in importlib.metadata.distributions(name=name, path=search_paths())
             ),
             None,
         )
@@ -113,12 +113,16 @@ def missing() -> str | None:
 def ptxas() -> Path | None:
     """The path of the PTX assembler from nvidia-cuda-nvcc-cu12, or None."""
     return next(
-        (path for place in places() for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))),
+        (
+            path
+            for place in search_paths()
+            for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))
+        ),
         None,
     )
 
 
-def places() -> list[str]:
+def search_paths() -> list[str]:
     return [*sys.path, str(APART)]
 
 
@@ -155,12 +159,12 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
             changed.enter_context(mock.patch.object(target, attribute, value))
         # Without a GPU, the kernels cannot be self-tested.
         changed.enter_context(mock.patch.dict(os.environ, {"QUIRE_MOSAIC": "trusted"}))
-        forget()
-        changed.callback(forget)
+        clear_caches()
+        changed.callback(clear_caches)
         yield devices
 
 
-def forget() -> None:
+def clear_caches() -> None:
     """Clear caches of device properties and traces, which are for another device."""
     device.is_hopper.cache_clear()
     jax.clear_caches()

@@ -61,8 +61,8 @@ def main(
         raise typer.BadParameter(
             f"{size!r} is not one of {', '.join(checkpoint.SIZES)}", param_hint="--size"
         )
-    names = chosen(work, WORKS, "--work")
-    engines = chosen(engine, ENGINES, "--engine")
+    names = select_names(work, WORKS, "--work")
+    engines = select_names(engine, ENGINES, "--engine")
     place = (place or envs.default_place()).resolve()
     # Exits normally on SIGTERM, so that the stopped workers are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -123,7 +123,7 @@ def main(
         (out / f"{size}.md").write_text(report.markdown(comparison))
 
 
-def chosen(selected: list[str] | None, options, option: str) -> list[str]:
+def select_names(selected: list[str] | None, options, option: str) -> list[str]:
     """The selected names, or all if none are selected, in the order of `options`."""
     if unknown := [name for name in selected or [] if name not in options]:
         raise typer.BadParameter(

@@ -43,13 +43,13 @@ def summary(
     it failed; the best peer, and Quire's ratio to it.
     """
     result_by_work = {
-        name: one_work(name, work, engines, results, failures, shape, bandwidth)
+        name: summarise_work(name, work, engines, results, failures, shape, bandwidth)
         for name, work in works.items()
     }
     return {name: work for name, work in result_by_work.items() if work["engines"]}
 
 
-def one_work(
+def summarise_work(
     name: str,
     work: Workload,
     engines: list[str],
@@ -103,20 +103,20 @@ def one_work(
     return result
 
 
-def shown(row: dict, by: str) -> str:
+def figure_text(row: dict, by: str) -> str:
     """The figure of an engine at a workload that the ratio compares."""
     if "failed" in row:
         return "failed"
     if "identical" in row:
         return f"{row['identical']} of {row['of']}"
-    return f"{row[by]:.1f}" if by == "rate" else seconds(row[by])
+    return f"{row[by]:.1f}" if by == "rate" else seconds_text(row[by])
 
 
-def seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def optional(value: float | None, show: Callable[[float], str]) -> str:
+def text_or_empty(value: float | None, show: Callable[[float], str]) -> str:
     return "" if value is None else show(value)
 
 
@@ -154,10 +154,10 @@ def rich_table(report: dict):
             table.add_row(
                 title,
                 engine,
-                optional(row.get("rate"), "{:.1f}".format),
-                optional(row.get("first"), seconds),
-                optional(row.get("decode"), "{:.1f}".format),
-                optional(row.get("roof_share"), "{:.0%}".format),
+                text_or_empty(row.get("rate"), "{:.1f}".format),
+                text_or_empty(row.get("first"), seconds_text),
+                text_or_empty(row.get("decode"), "{:.1f}".format),
+                text_or_empty(row.get("roof_share"), "{:.0%}".format),
                 f"{row['identical']} of {row['of']}" if "identical" in row else "",
                 "{} of {}".format(*row["first_tokens_as_quire"])
                 if "first_tokens_as_quire" in row
@@ -182,10 +182,11 @@ def markdown(report: dict) -> str:
     for name, work in report["works"].items():
         rows = work["engines"]
         cells = [
-            shown(rows[engine], WORKS[name].by) if engine in rows else "" for engine in engines
+            figure_text(rows[engine], WORKS[name].by) if engine in rows else ""
+            for engine in engines
         ]
-        ratio = optional(work.get("ratio"), "{:.2f}".format)
-        share = optional(rows.get("quire", {}).get("roof_share"), "{:.0%}".format)
+        ratio = text_or_empty(work.get("ratio"), "{:.2f}".format)
+        share = text_or_empty(rows.get("quire", {}).get("roof_share"), "{:.0%}".format)
         unit = ", tokens/s" if WORKS[name].kind == "serve" and WORKS[name].by == "rate" else ""
         lines.append(f"| {work['title']}{unit} | {' | '.join(cells)} | {ratio} | {share} |")
     lines += [

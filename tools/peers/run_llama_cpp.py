@@ -129,7 +129,7 @@ def write_gguf(model: Path, path: Path) -> None:
         if hybrid
         else {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     )
-    for name, bits in together(tensors(model / "model.safetensors"), experts).items():
+    for name, bits in stack_experts(read_tensors(model / "model.safetensors"), experts).items():
         module_name = name.removesuffix(".weight").removeprefix("model.")
         if module_name.startswith("layers."):
             _, layer, inner = module_name.split(".", 2)
@@ -180,7 +180,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, model: Path) -> None:
     writer.add_eos_token_id(1)
 
 
-def tensors(path: Path) -> dict[str, np.ndarray]:
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
     """Read the bf16 tensors of a safetensors file as uint16, because NumPy has no bf16."""
     data = np.memmap(path, np.uint8, "r")
     (size,) = struct.unpack("<Q", data[:8].tobytes())
@@ -193,7 +193,7 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
     return bits_by_name
 
 
-def together(bits_by_name: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
+def stack_experts(bits_by_name: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
     """Stack the experts of each layer into one tensor."""
     first = ".block_sparse_moe.experts.0."
     stacked = {}

@@ -137,7 +137,7 @@ def start(engine: str, work: Workload, bench: Bench) -> EngineProcess:
     prepare(engine, work, bench)
     worker = EngineProcess(engine, bench)
     try:
-        worker.ask(op="load", settings=asdict(settings_of(engine, work, bench)))
+        worker.ask(op="load", settings=asdict(load_settings(engine, work, bench)))
     except BaseException:  # also on Ctrl-C: the caller does not have the process yet
         worker.close()
         raise
@@ -148,12 +148,12 @@ def prepare(engine: str, work: Workload, bench: Bench) -> None:
     """Convert the model in a separate process, whose memory would otherwise burden serving."""
     worker = EngineProcess(engine, bench)
     try:
-        worker.ask(op="prepare", settings=asdict(settings_of(engine, work, bench)))
+        worker.ask(op="prepare", settings=asdict(load_settings(engine, work, bench)))
     finally:
         worker.close()
 
 
-def settings_of(engine: str, work: Workload, bench: Bench) -> LoadSettings:
+def load_settings(engine: str, work: Workload, bench: Bench) -> LoadSettings:
     prepared = Path(bench.settings.model).parent / engine
     adapters = tuple(
         str(checkpoint.adapter_folder(bench.settings.model, n)) for n in range(work.adapters)
@@ -166,7 +166,7 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
     """Run a workload once on an engine; returns the measurement."""
     requests = work.requests(turn)
     if work.kind == "start":
-        settings = asdict(settings_of(worker.engine, work, bench))
+        settings = asdict(load_settings(worker.engine, work, bench))
         started = time.perf_counter()
         fresh = EngineProcess(worker.engine, bench)
         try:
@@ -188,12 +188,12 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
             "identical": sum(a == b for a, b in zip(alone, together, strict=True)),
             "of": len(requests),
         }
-    with neighbours(work.busy):
+    with busy_processes(work.busy):
         return figures(requests, worker.run(requests))
 
 
 @contextlib.contextmanager
-def neighbours(count: int):
+def busy_processes(count: int):
     """Context in which `count` other processes keep CPU cores busy."""
     busy = [
         subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
@@ -231,14 +231,14 @@ def figures(requests: list[TimedPrompt], answers: list[dict]) -> dict:
     }
 
 
-def brief(measurement: dict) -> str:
+def measurement_text(measurement: dict) -> str:
     if "identical" in measurement:
         return f"{measurement['identical']} of {measurement['of']} identical"
     rate = f"{measurement['rate']:.1f} tokens/s, " if "rate" in measurement else ""
     return f"{rate}first token after {measurement['first']:.3f} s"
 
 
-def loads(work: Workload) -> tuple[str, ...]:
+def load_group(work: Workload) -> tuple[str, ...]:
     """What an engine must load for a workload: weights, drafts and adapters."""
     drafts = f"{work.drafts} drafts"
     adapters = f"{work.adapters} adapters"
@@ -272,8 +272,8 @@ def play(
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        for loaded in dict.fromkeys(map(loads, works.values())):
-            group = {name: work for name, work in works.items() if loads(work) == loaded}
+        for loaded in dict.fromkeys(map(load_group, works.values())):
+            group = {name: work for name, work in works.items() if load_group(work) == loaded}
             workers: dict[str, EngineProcess] = {}
             try:
                 for turn in range(rounds):
@@ -303,7 +303,10 @@ def play(
                                 workers.pop(engine).close()
                         else:
                             results.setdefault((name, engine), []).append(measurement)
-                            note(f"round {turn + 1}, {name}: {engine} {brief(measurement)}")
+                            note(
+                                f"round {turn + 1}, {name}: {engine} "
+                                f"{measurement_text(measurement)}"
+                            )
             finally:
                 for worker in workers.values():
                     worker.close()

@@ -68,7 +68,7 @@ TURNS = (  # the bundled model's chat template, plus tools, on which it was not 
 SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0", "--load-format", "dummy")
 
 
-class Absent(type):
+class VllmStub(type):
     """A stub for a name in vLLM's code that can be imported, used in annotations and caught."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -80,11 +80,11 @@ class Absent(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return absent(f"{cls.__name__}.{name}")
+        return make_stub(f"{cls.__name__}.{name}")
 
 
-def absent(name: str) -> Any:
-    return Absent(name, (Exception,), {})
+def make_stub(name: str) -> Any:
+    return VllmStub(name, (Exception,), {})
 
 
 class Substitutes(Loader, MetaPathFinder):
@@ -102,11 +102,11 @@ class Substitutes(Loader, MetaPathFinder):
         name = module.__name__
         vars(module).update(self.given.get(name, {}))
         vars(module)["__getattr__"] = lambda attribute: (
-            absent(f"{name}.{attribute}") if attribute[:2] != "__" else None
+            make_stub(f"{name}.{attribute}") if attribute[:2] != "__" else None
         )
 
 
-def options_of(args: Sequence[str]) -> dict[str, list[str]]:
+def parse_flags(args: Sequence[str]) -> dict[str, list[str]]:
     """The values of each flag in a command line."""
     values_by_flag: dict[str, list[str]] = {}
     values: list[str] = []
@@ -119,7 +119,7 @@ def options_of(args: Sequence[str]) -> dict[str, list[str]]:
     return values_by_flag
 
 
-def tokenizer(*_: Any, **__: Any) -> Any:
+def get_tokenizer(*_: Any, **__: Any) -> Any:
     """The tokenizer with which the tests count tokens."""
     from quire.model.checkpoint import hub
 
@@ -134,7 +134,7 @@ class RemoteOpenAIServer:
     def __init__(
         self, model: str, args: Sequence[str], env_dict: dict[str, str] | None = None, **_: Any
     ):
-        flags_given = options_of(args)
+        flags_given = parse_flags(args)
         flags = [
             word for flag, values in flags_given.items() if flag in BOTH for word in (flag, *values)
         ]
@@ -258,7 +258,8 @@ def main() -> None:
         "ROCM_ENV_OVERRIDES": {},
     }
     sys.meta_path.insert(
-        0, Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": tokenizer}})
+        0,
+        Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": get_tokenizer}}),
     )
     count = Count()
     fixtures = [f"-ptests.entrypoints.{name}" for name in ("conftest", "openai.responses.conftest")]

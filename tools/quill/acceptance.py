@@ -79,7 +79,7 @@ def main(
 
     console = Console(width=110)
     if trees:
-        console.print(by_trees(samples))
+        console.print(tree_table(samples))
         return
     table = Table("drafter", "task", "steps with drafts", "a", "by the formula", "tokens a step")
     noise = Table(
@@ -90,7 +90,7 @@ def main(
             continue
         llm = LLM(speculative_config=config | {"num_speculative_tokens": DRAFTS, "adapts": False})
         for task in ASKED:
-            observer = verified(llm, task, samples)
+            observer = measure_acceptance(llm, task, samples)
             counts = (
                 f"{len(observer.right)}",
                 f"{observer.rate:.2f}",
@@ -101,7 +101,7 @@ def main(
         if name in DRAWN:
             observer = Verified()
             llm.engine.observers[:] = [observer]
-            texts = told(llm, prompts)
+            texts = sample_stories(llm, prompts)
             model_options = (
                 {"model": config["model"]}
                 if "model" in config
@@ -120,7 +120,7 @@ def main(
     console.print("How often a draft is right at temperature 1, where those before it are:", noise)
 
 
-def verified(llm, task: str, samples: int) -> Verified:
+def measure_acceptance(llm, task: str, samples: int) -> Verified:
     """Draft acceptance in greedy answers to fresh examples of a task."""
     from quire import SamplingParams
 
@@ -135,7 +135,7 @@ def verified(llm, task: str, samples: int) -> Verified:
     return observer
 
 
-def by_trees(samples: int) -> Table:
+def tree_table(samples: int) -> Table:
     """A table with tokens per step for a draft chain and for a draft tree of the same depth."""
     from quire import LLM
 
@@ -150,13 +150,15 @@ def by_trees(samples: int) -> Table:
                 speculative_config={**(CONFIGS[name] or {}), **drafts, "adapts": False},
             )
             table.add_row(
-                name, label, *(f"{verified(llm, task, samples).measured:.2f}" for task in ASKED)
+                name,
+                label,
+                *(f"{measure_acceptance(llm, task, samples).measured:.2f}" for task in ASKED),
             )
             llm.close()
     return table
 
 
-def told(llm, count: int) -> list[tuple[list[int], int]]:
+def sample_stories(llm, count: int) -> list[tuple[list[int], int]]:
     """Generate texts at temperature 1.
 
     Returns (prompt and output tokens, prompt length) of each.

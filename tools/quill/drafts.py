@@ -46,7 +46,7 @@ class Turn(NamedTuple):
         return answers, time.perf_counter() - began
 
 
-def tasks(samples: int, batch: int) -> list[Turn]:
+def task_batches(samples: int, batch: int) -> list[Turn]:
     """Batches of the tasks in ASKED, decoded greedily."""
     from quire import SamplingParams
 
@@ -62,7 +62,7 @@ def tasks(samples: int, batch: int) -> list[Turn]:
     return turns
 
 
-def worst(samples: int, batch: int) -> list[Turn]:
+def random_batches(samples: int, batch: int) -> list[Turn]:
     """Batches of random tokens, continued at temperature 1: the worst case for drafters."""
     from quire import SamplingParams
 
@@ -118,7 +118,7 @@ def main(
         "tokens a step with drafts",
     )
     for count in batch or [1, 4, 16]:
-        turns = (worst if random_prompts else tasks)(samples, count)
+        turns = (random_batches if random_prompts else task_batches)(samples, count)
         speeds: dict[str, list[float]] = {name: [] for name in names}
         gains: dict[str, list[float]] = {name: [] for name in names[1:]}
         metrics_before = {name: llm.get_metrics() for name, llm in llms.items()}
@@ -144,7 +144,7 @@ def main(
             )
         for name, llm in llms.items():
             drafter_seconds = gains.get(name, [1.0])
-            gained = drafted(llm.get_metrics(), metrics_before[name])
+            gained = draft_statistics(llm.get_metrics(), metrics_before[name])
             gains_text = " ".join(f"{gain:.2f}" for gain in drafter_seconds)
             speed = f"{statistics.median(speeds[name]):.0f}"
             table.add_row(
@@ -160,7 +160,7 @@ def main(
         llm.close()
 
 
-def drafted(now: dict[str, Any], earlier: dict[str, Any]) -> tuple[str, str]:
+def draft_statistics(now: dict[str, Any], earlier: dict[str, Any]) -> tuple[str, str]:
     """(acceptance rate, tokens per sequence and step with drafts), as text."""
     names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
     if f"vllm:spec_decode_{names[0]}" not in now:

@@ -16,7 +16,7 @@ from quire.scripts.train_heads.attention import attention
 from quire.sharding import struct
 
 
-def looking_back(weights, config: ModelConfig):
+def init_lookback_heads(weights, config: ModelConfig):
     """Initialise the first layer such that head h attends h tokens back.
 
     Lookup tasks need the token before each token, which takes training longer to learn than
@@ -49,7 +49,7 @@ def looking_back(weights, config: ModelConfig):
 
 
 @jax.custom_vjp
-def narrow_dot(x, w):
+def bfloat16_dot(x, w):
     """x @ w in bfloat16 with float32 accumulation, also in the gradients."""
     return _dot(x, w)
 
@@ -60,7 +60,7 @@ def _dot(x, w):
     )
 
 
-narrow_dot.defvjp(
+bfloat16_dot.defvjp(
     lambda x, w: (_dot(x, w), (x, w)),
     lambda saved, g: (
         _dot(g, saved[1].T).astype(saved[0].dtype),
@@ -83,16 +83,16 @@ class Narrow(Weight):
         shape = self.array.shape
         rows = x.shape[: x.ndim - shared]
         if subscripts == "RD,VD->RV":
-            return narrow_dot(x, self.array.T)
+            return bfloat16_dot(x, self.array.T)
         inner = 1
         for size in shape[:shared]:
             inner *= size
-        return narrow_dot(x.reshape(-1, inner), self.array.reshape(inner, -1)).reshape(
+        return bfloat16_dot(x.reshape(-1, inner), self.array.reshape(inner, -1)).reshape(
             *rows, *shape[shared:]
         )
 
 
-def narrowed(weights):
+def with_bfloat16_products(weights):
     """Replace every matrix by a `Narrow` node; embedding lookups keep the float32 table."""
     embed = weights.embed_VD
     nodes = jax.tree.map(lambda leaf: Narrow(leaf) if leaf.ndim > 1 else leaf, weights)
@@ -102,7 +102,7 @@ def narrowed(weights):
 def logits_of(weights, tokens_BT, documents_BT, config: ModelConfig):
     """Float32 logits [B * T, V]."""
     B, T = tokens_BT.shape
-    weights = narrowed(weights)
+    weights = with_bfloat16_products(weights)
     positions = jnp.tile(jnp.arange(T), B)
     hooks = LayerHooks(attention(config, documents_BT))
     hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, hooks)

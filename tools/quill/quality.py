@@ -78,7 +78,7 @@ def said(llm: Any, count: int, seed: int) -> np.ndarray:
     return np.array(logprobs)
 
 
-def judged(
+def evaluate_model(
     model: str | None, samples: int, held_out: int, seed: int, **engine: Any
 ) -> dict[str, Any]:
     """Evaluate a model: right answers (`right` of `asked`), and log-probabilities (`said`)."""
@@ -91,7 +91,7 @@ def judged(
     return {"right": right, "asked": num_asked, "said": logprobs}
 
 
-def rounded(out: Path, quantization: str, method: str, calibration: int, seed: int) -> None:
+def quantise(out: Path, quantization: str, method: str, calibration: int, seed: int) -> None:
     """Quantise the bundled model and write it to a folder."""
     from quire.model.checkpoint import hub, loader, quantized
     from quire.model.quantize import mixed, session
@@ -133,7 +133,7 @@ def main(
 ):
     """Write a table of exact answers and perplexity by format and method."""
     start = time.monotonic()
-    baseline = judged(None, samples, held_out, seed)
+    baseline = evaluate_model(None, samples, held_out, seed)
     lines = [
         (
             f"quill: exact answers to {baseline['asked']} questions, {samples} of each task; "
@@ -160,14 +160,14 @@ def main(
     add("bfloat16", "", baseline)
     if kv_cache or activations:
         for name, engine in ((CACHES if kv_cache else {}) | (ROWS if activations else {})).items():
-            add(name, "", judged(None, samples, held_out, seed, **engine))
+            add(name, "", evaluate_model(None, samples, held_out, seed, **engine))
         return
     with tempfile.TemporaryDirectory() as folder:
         for quantization, methods in WAYS.items():
             for method in methods:
                 out = Path(folder) / f"{quantization}-{method}"
-                rounded(out, quantization, method, calibration, seed)
-                add(quantization, method, judged(str(out), samples, held_out, seed))
+                quantise(out, quantization, method, calibration, seed)
+                add(quantization, method, evaluate_model(str(out), samples, held_out, seed))
 
 
 if __name__ == "__main__":

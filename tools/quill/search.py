@@ -47,7 +47,7 @@ def main(
 
     sampling = SamplingParams(temperature=temperature, max_tokens=LONGEST, seed=0)
     with LLM() as llm:
-        right = train(llm, folder, training, sampling)
+        right = train_reward_model(llm, folder, training, sampling)
         with LLM(folder) as reward:
             rows = {name: [] for name in (*METHODS, ONE)}
             written = []
@@ -89,10 +89,10 @@ def main(
         "were right."
     )
     if plot is not None:
-        draw(rows, plot)
+        plot_accuracy(rows, plot)
 
 
-def train(llm, folder: Path, count: int, sampling) -> float:
+def train_reward_model(llm, folder: Path, count: int, sampling) -> float:
     """Train a reward model that tells right sums from wrong ones, and write it to a folder.
 
     It is quill with a linear head on the hidden state at the end of an answer. Returns the fraction
@@ -117,7 +117,7 @@ def train(llm, folder: Path, count: int, sampling) -> float:
                 prompts.append(llm.chat_prompt(conversation, add_generation_prompt=False))
                 right.append(score(example, answer.text))
     states = llm.run(prompts, [PARAMS] * len(prompts), False, "last")
-    weight_D = fitted(
+    weight_D = fit_logistic(
         np.array([output.pooled for output in states], np.float64), np.array(right, np.float64)
     )
     source = hub.resolve(None)
@@ -135,7 +135,7 @@ def train(llm, folder: Path, count: int, sampling) -> float:
     return float(np.mean(right))
 
 
-def fitted(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
+def fit_logistic(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
     """Logistic regression by Newton's method. Returns the weights without the intercept, which does
     not affect rankings.
     """
@@ -151,7 +151,7 @@ def fitted(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
     return w_E[:-1] / spread_D
 
 
-def draw(rows: dict[str, list[float]], path: Path) -> None:
+def plot_accuracy(rows: dict[str, list[float]], path: Path) -> None:
     """Plot accuracy against the number of candidates."""
     from matplotlib.figure import Figure
 

@@ -34,7 +34,7 @@ from quire.sharding.spec import random_arrays
 from . import corpus as corpus
 from . import tasks as tasks
 from .export import export
-from .model import looking_back, loss_of, predictions
+from .model import init_lookback_heads, loss_of, predictions
 
 VOCAB = 1280
 TOKENS = 4096
@@ -66,7 +66,7 @@ def model_config(size: str) -> ModelConfig:
     )
 
 
-def matrices(weights):
+def muon_dimension_numbers(weights):
     """Muon's dimension numbers: linear weights as matrices; None for norms and the embedding, which
     Adam optimises.
     """
@@ -88,7 +88,7 @@ def optimizer():
         1.0,
         weight_decay=0.05,
         adam_b2=0.98,
-        muon_weight_dimension_numbers=matrices,
+        muon_weight_dimension_numbers=muon_dimension_numbers,
         consistent_rms=0.2,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), scaled)
@@ -195,7 +195,7 @@ def main(
     manager = ocp.CheckpointManager(
         (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     )
-    weights = looking_back(random_arrays(abstract(config), seed), config)
+    weights = init_lookback_heads(random_arrays(abstract(config), seed), config)
     state = {
         "weights": weights,
         "ema": jax.tree.map(jnp.copy, weights),

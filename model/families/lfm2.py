@@ -9,7 +9,7 @@ from ..weights import LayerWeights
 from .common import Keys, layer_sources, linear, model_config, model_sources, moe_sources, tensor
 
 NORMS = {"pre_attention_norm_D": "operator_norm", "pre_mlp_norm_D": "ffn_norm"}
-NAMES = {  # substring in the checkpoint: common substring
+NAMES = {  # substring in the checkpoint -> common substring
     ".self_attn.out_proj.": ".self_attn.o_proj.",
     ".q_layernorm.": ".q_norm.",
     ".k_layernorm.": ".k_norm.",

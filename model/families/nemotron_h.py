@@ -19,7 +19,7 @@ from .granite_hybrid import mamba2_sources
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}
-RENAMED_KEYS = {  # older name: name
+RENAMED_KEYS = {  # older key -> current key
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_expand": "expand",

@@ -17,7 +17,7 @@ from quire.model.planning.cost import DEVICES
 from quire.ops.attention.flashinfer_kernel import library
 from quire.ops.gpu import device, graphs
 
-DRIVER = (12, 9)  # CUDA version; with an older one XLA keeps calls and products out of CUDA graphs
+DRIVER = (12, 9)  # CUDA driver version to assume; for older ones XLA uses fewer CUDA graphs
 
 
 @dataclass(frozen=True)

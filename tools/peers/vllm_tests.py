@@ -24,7 +24,7 @@ import pytest
 
 from quire.scripts.tables import table
 
-FILES = (  # of text models that generate, under tests/entrypoints
+FILES = (  # tests of text generation models, under tests/entrypoints
     "openai/completion/test_completion.py",
     "openai/completion/test_prompt_validation.py",
     "openai/chat_completion/test_chat.py",

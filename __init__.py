@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# Public name -> module, imported on first use: `import quire` alone costs nothing.
+# Public name -> module. Modules are imported on first use, so that `import quire` is fast.
 EXPORTS = {
     "AsyncLLM": ".serving.async_llm",
     "BeamSearchOutput": ".serving.engine.beam_search",

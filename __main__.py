@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """The commands of the table, each imported when it is needed."""
+    """The commands in `COMMANDS`; each module is imported when its command runs."""
 
     def __init__(self, **attributes):
         super().__init__(**attributes)
@@ -43,14 +43,14 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = import_module(COMMANDS[cmd_name], __package__)
-        if (app := getattr(module, "app", None)) is None:  # a group of commands brings one
+        if (app := getattr(module, "app", None)) is None:  # a command group defines its own app
             app = typer.Typer(add_completion=False)
             app.command(cmd_name, cls=Command)(module.main)
         return typer.main.get_command(app)
 
     def resolve_command(self, ctx, args):
-        if (theirs := THEIRS.get(args[0])) is not None:
-            meant = f"here it is '{theirs}'" if theirs in COMMANDS else theirs
+        if (equivalent := THEIRS.get(args[0])) is not None:
+            meant = f"here it is '{equivalent}'" if equivalent in COMMANDS else equivalent
             raise UsageError(f"No such command '{args[0]}': {meant}")
         return super().resolve_command(ctx, args)
 
@@ -63,8 +63,8 @@ app = typer.Typer(
 )
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"quire {__version__}")
         raise typer.Exit
 
@@ -79,15 +79,15 @@ def quire(
         ),
     ] = False,
 ) -> None:
-    """LLM inference in JAX. `quire COMMAND --help` explains a command."""
+    """LLM inference in JAX. `quire COMMAND --help` describes a command."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def main() -> None:
-    """Run the command of `sys.argv`.
+    """Run the command in `sys.argv`.
 
-    A mistake of the user is one line on stderr and exit code 2.
+    A usage error prints one line to stderr and exits with code 2.
     """
     try:
         sys.exit(typer.main.get_command(app)(prog_name="quire", standalone_mode=False))

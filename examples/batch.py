@@ -1,7 +1,7 @@
-"""Many prompts at once, each with its own sampling parameters.
+"""Generate text for many prompts at once, each with its own sampling parameters.
 
-Prints the beginning of a story for each prompt, in the order of the prompts, and the tokens a
-second of all together.
+Prints the beginning of a story for each prompt, in the order of the prompts, and the total tokens
+per second.
 
     python examples/batch.py [MODEL]      # without MODEL: the bundled one
 """

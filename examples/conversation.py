@@ -1,7 +1,7 @@
-"""A chat of several turns.
+"""A chat of several turns with prefix caching.
 
-Prints each question with its answer, and how many tokens of the conversation so far were found in
-the prefix cache: all turns before are, so each turn computes only what is new.
+Prints each question with its answer and the number of prompt tokens found in the prefix cache. All
+previous turns are cached, so each turn computes only its new tokens.
 
     python examples/conversation.py [MODEL]      # without MODEL: the bundled one
 """

@@ -1,7 +1,7 @@
-"""Answers that have the form of a pydantic class. Needs `pip install pydantic`.
+"""Structured output: answers that match a pydantic class. Needs `pip install pydantic`.
 
-Prints a person and a shopping list as objects of Python. The form holds whatever the model would
-rather have said: each token is drawn among those that the JSON schema allows there.
+Prints a person and a shopping list as Python objects. Answers are always valid, because each token
+is sampled only from those that the JSON schema allows next.
 
     python examples/json_answers.py [MODEL]      # without MODEL: the bundled one
 """

@@ -1,8 +1,8 @@
-"""How well a model knows a text, and where it is surprised.
+"""Perplexity of texts by prompt log-probabilities.
 
-Prints the perplexity of each text (e to the mean of minus the log-probabilities of its tokens; 1
-would be certainty), and the token that the model expected least, with what it would have written
-there.
+Prints the perplexity of each text (the exponential of the mean negative log-probability of its
+tokens; 1 would be certainty), and its least expected token with the token that the model predicted
+instead.
 
     python examples/perplexity.py [MODEL]      # without MODEL: the bundled one
 """
@@ -18,15 +18,15 @@ TEXTS = [
 ]
 
 llm = LLM(*sys.argv[1:])
-# the token that is there, and the likeliest
+# log-probabilities of each prompt token and of the most likely token
 params = SamplingParams(max_tokens=1, prompt_logprobs=1)
 for text, result in zip(TEXTS, llm.generate(TEXTS, params, use_tqdm=False), strict=True):
-    there = []
+    predictions = []
     for token, entry in zip(result.prompt_token_ids[1:], result.prompt_logprobs[1:], strict=True):
-        best = min(entry.values(), key=lambda one: one.rank)
-        there.append((entry[token].logprob, entry[token].decoded_token, best.decoded_token))
-    perplexity = math.exp(-sum(logprob for logprob, *_ in there) / len(there))
-    _, least, likeliest = min(there)
+        best = min(entry.values(), key=lambda candidate: candidate.rank)
+        predictions.append((entry[token].logprob, entry[token].decoded_token, best.decoded_token))
+    perplexity = math.exp(-sum(logprob for logprob, *_ in predictions) / len(predictions))
+    _, least, likeliest = min(predictions)
     print(
         f"{perplexity:8.1f}  {text}\n          least expected: {least!r}, in place of {likeliest!r}"
     )

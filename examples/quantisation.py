@@ -1,7 +1,7 @@
-"""A model in fewer bits, beside the one that it was made of.
+"""Quantise a model to four bits and compare it with the original.
 
-Rounds the weights to four bits, and prints for both folders the size of the weights, how likely a
-text is (its mean log-probability: nearer to 0 is better) and what they answer.
+Prints for both models the size of the weights, the mean log-probability of a text (nearer to 0 is
+better), and the answer to a question.
 
     python examples/quantisation.py [FOLDER]      # without FOLDER: the bundled model
 """
@@ -22,10 +22,10 @@ def show(name: str, folder: Path) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     llm = LLM(str(folder))
     (scored,) = llm.generate(TEXT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    found = [next(iter(entry.values())).logprob for entry in scored.prompt_logprobs[1:]]
+    logprobs = [next(iter(entry.values())).logprob for entry in scored.prompt_logprobs[1:]]
     (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
     print(
-        f"{name:10} {size / 2**20:5.1f} MiB   {sum(found) / len(found):6.3f}   "
+        f"{name:10} {size / 2**20:5.1f} MiB   {sum(logprobs) / len(logprobs):6.3f}   "
         f"{answer.outputs[0].text}"
     )
 

@@ -1,7 +1,7 @@
-"""Which of some texts is nearest to a question in meaning: vectors, and the cosine between them.
+"""Semantic search: rank texts by the cosine similarity of their embeddings to a question's.
 
-Prints for each question the texts from the nearest to the farthest, with their cosines. An
-embedding model, such as Qwen/Qwen3-Embedding-0.6B, does it better than the bundled one.
+Prints the texts for each question in order of similarity. Embedding models such as
+Qwen/Qwen3-Embedding-0.6B give better results than the bundled model.
 
     python examples/semantic_search.py [MODEL]      # without MODEL: the bundled one
 """
@@ -22,7 +22,7 @@ QUESTIONS = [
 
 
 def vectors(llm: LLM, texts: list[str]) -> np.ndarray:
-    """A row of length 1 for each text, so that a product of two rows is their cosine."""
+    """The normalised embedding of each text as a row, so that dot products are cosines."""
     return np.array([result.outputs.embedding for result in llm.embed(texts, use_tqdm=False)])
 
 

@@ -1,9 +1,9 @@
-"""Plain decoding beside speculative decoding: several tokens a step where they can be guessed.
+"""Plain decoding compared with speculative decoding, which generates several tokens per step if
+drafts are accepted.
 
-Prints for both the tokens a second, and for the second how many drafts were right. The answers are
-the same, token by token, and that is checked. How much it gains depends on the text and on the
-model: a large model gains, where the drafts are right; the bundled one is so small that its steps
-cost little to begin with.
+Prints the tokens per second of both, and the number of accepted draft tokens. Checks that the
+answers are identical. The speedup depends on text and model: large models gain where drafts are
+accepted; the bundled model is so small that its steps are cheap anyway.
 
     python examples/speculation.py [MODEL]      # without MODEL: the bundled one
 """
@@ -13,13 +13,13 @@ import time
 
 from quire import LLM, SamplingParams
 
-# what is repeated is easily guessed
+# repeated text, which n-gram drafts predict well
 PROMPT = "Remember this list.\n- Ravi: snow\n- Ella: farm\n- Emma: glass\n" * 6
 PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 def decode(**options) -> list[int]:
-    """The tokens of the answer; prints how fast they came."""
+    """Return the tokens of the answer, and print the speed."""
     llm = LLM(*sys.argv[1:], max_num_seqs=1, **options)
     llm.generate("Once", SamplingParams(max_tokens=8), use_tqdm=False)  # the first steps are slower
     start = time.perf_counter()
@@ -36,7 +36,7 @@ def decode(**options) -> list[int]:
     return list(result.outputs[0].token_ids)
 
 
-plain = decode()
-guessed = decode(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
-assert plain == guessed
+plain_tokens = decode()
+speculative_tokens = decode(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+assert plain_tokens == speculative_tokens
 print("the answers are the same")

@@ -1,7 +1,6 @@
-"""Two answers that are written at the same time, by `AsyncLLM`.
+"""Stream two answers at the same time with `AsyncLLM`.
 
-Prints each piece of text when it comes, with the name of the answer it belongs to, and at last both
-answers whole.
+Prints each piece of text as it arrives with the name of its answer, and finally both answers.
 
     python examples/stream.py [MODEL]      # without MODEL: the bundled one
 """
@@ -16,7 +15,7 @@ PROMPTS = {"fox": "One day, a fox", "sea": "Far out at sea"}
 
 
 async def read(llm: AsyncLLM, name: str) -> str:
-    """Print an answer as it grows; DELTA: each result has only what is new."""
+    """Print an answer as it is generated; with DELTA each result has only the new text."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, output_kind=Kind.DELTA)
     pieces = []
     async for result in llm.generate(PROMPTS[name], params):

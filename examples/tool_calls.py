@@ -1,11 +1,10 @@
-"""A model that calls a function of yours, over HTTP. Needs `pip install openai` and a server whose
-model knows tools:
+"""Tool calling over HTTP with the OpenAI client. Needs `pip install openai` and a server with a
+model that supports tools:
 
     quire serve Qwen/Qwen3-0.6B
     python examples/tool_calls.py [http://127.0.0.1:8000/v1]
 
-Prints each call with what the function returned for it, and then the answer that the model makes of
-that.
+Prints each call with the function's result, and then the model's final answer.
 """
 
 import json
@@ -15,7 +14,7 @@ from openai import OpenAI
 
 
 def weather(city: str) -> str:
-    """Stands for a service."""
+    """Stands in for a real weather service."""
     return f"12 degrees and rain in {city}"
 
 
@@ -43,7 +42,7 @@ while True:
         break
     messages.append(answer.to_dict())
     for call in answer.tool_calls:
-        found = weather(**json.loads(call.function.arguments))
-        print(f"{call.function.name}({call.function.arguments}) -> {found}")
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+        tool_result = weather(**json.loads(call.function.arguments))
+        print(f"{call.function.name}({call.function.arguments}) -> {tool_result}")
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": tool_result})
 print(answer.content)

@@ -1,4 +1,4 @@
-"""The decoder: one pure function for every family, driven by `ModelConfig`."""
+"""The decoder: one pure forward function for all model families, driven by `ModelConfig`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,13 +37,13 @@ def forward(
     hooks: LayerHooks,
     axes: DeviceAxes = ONE_DEVICE,
 ):
-    """(hidden_TD after the final norm, cache).
+    """Run the whole model. Returns (hidden_TD after the final norm, cache).
 
-    A row at position -1 is padding: it begins as zeros and stays zeros, which the products need not
-    multiply.
+    Rows at position -1 are padding. They are zeros in all layers, so that matrix products may skip
+    them.
 
-    On several devices this is what each of them computes: `weights` are its own part, `config`
-    counts its own heads and columns, and all have the same rows.
+    With several devices, each of them runs this function: `weights` are its local shards, `config`
+    has its local heads and columns, and the rows are replicated.
     """
     x = embed(weights, tokens_T, positions_T, config, axes)
     (x_TD, _), cache = run_layers(weights.layers, 0, x, cache, positions_T, config, hooks, axes)
@@ -58,14 +58,18 @@ def embed(
     axes: DeviceAxes = ONE_DEVICE,
     types_T=None,
 ):
-    """The first layer's input (x_TD, per_layer_TLA): the rows, and the per-layer embeddings or
-    None.
+    """Embed tokens. Returns the first layer's input: (x_TD, per-layer embeddings TLA or None).
 
-    `types_T`: of which text a row is, where the model has an embedding for it; without it all are
-    of the first.
+    Args:
+        weights: The model's weights.
+        tokens_T: Token ids.
+        positions_T: Positions; -1 for padding.
+        config: The model's config.
+        axes: The device axes.
+        types_T: Token type ids (BERT's segment ids); all 0 if omitted.
     """
     dtype = jnp.dtype(config.dtype)
-    x_TD = look_up(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(
+    x_TD = embedding_lookup(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(
         config.embed_scale, dtype
     )
     if config.types:
@@ -93,8 +97,17 @@ def run_layers(
     hooks: LayerHooks,
     axes: DeviceAxes = ONE_DEVICE,
 ):
-    """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as
-    `embed` gives it.
+    """Run consecutive layers. Returns (x, cache).
+
+    Args:
+        layers: The weights of the layers.
+        first: Index in the model of the first of them.
+        x: (x_TD, per-layer embeddings), as returned by `embed`.
+        cache: The KV cache and recurrent states, passed through the hooks.
+        positions_T: Positions; -1 for padding.
+        config: The config of the whole model.
+        hooks: How layers attend, recur and are observed.
+        axes: The device axes.
     """
     x_TD, per_layer_TLA = x
     rows = Residual(x_TD)
@@ -103,27 +116,28 @@ def run_layers(
     if hooks.fetch_weights is not None:
         layers[0], rows = hooks.fetch_weights(0, layers[0], rows)
     live_T = positions_T >= 0
-    # Once a step, not once a layer.
+    # Computed once per step and shared by the layers.
     ropes = {
         rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)
     }
     factors = {
-        t: growth(positions_T, t)
-        for t in {layer.attention.temperature for layer in config.layers} - {None}
+        temperature: query_scale(positions_T, temperature)
+        for temperature in {layer.attention.temperature for layer in config.layers} - {None}
     }
 
     def run_layer(index: int, w: LayerWeights, rows: Residual, per_layer_TA, cache):
-        """(rows, chosen experts, cache) after a layer."""
+        """Run one layer. Returns (rows, chosen experts, cache)."""
         layer = config.layers[index]
         with jax.named_scope("attention"):
             rope = ropes.get(layer.attention.rope)
-            own = hooks.of_layer(index)
-            if layer.attention.temperature is not None:
-                own = replace(
-                    own, attend=partial(grown, own.attend, factors[layer.attention.temperature])
+            layer_hooks = hooks.of_layer(index)
+            if (temperature := layer.attention.temperature) is not None:
+                layer_hooks = replace(
+                    layer_hooks,
+                    attend=partial(attend_scaled, layer_hooks.attend, factors[temperature]),
                 )
             rows, normed_TD, cache = attention_block(
-                layer, w, rows, rope, live_T, cache, own, config, axes
+                layer, w, rows, rope, live_T, cache, layer_hooks, config, axes
             )
         with jax.named_scope("mlp"):
             rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
@@ -152,16 +166,16 @@ def run_layers(
 
 
 def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
-    # some models have no last norm
+    # Models without a final norm have no scale: the residual is only summed.
     return add_and_norm(Residual(x_TD), weights.final_norm_D, config.norm_eps)[1]
 
 
 def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
-    """Float32 logits of the given rows; on several devices those of this device's part of the
+    """Float32 logits [R, V]; with tensor parallelism, V is this device's shard of the
     vocabulary.
     """
     head_VD = weights.embed_VD if weights.head_VD is None else weights.head_VD
-    if not config.writes:  # nobody reads them, but whether they are numbers
+    if not config.writes:  # an encoder: zeros, or NaN in rows with NaN, which the caller checks
         nothing_R1 = 0 * hidden_RD.astype(jnp.float32).sum(axis=1, keepdims=True)
         return jnp.broadcast_to(
             nothing_R1, (len(hidden_RD), -(-config.vocab_size // axes.tensor.size))
@@ -177,51 +191,50 @@ def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAx
     if V * axes.tensor.size == config.vocab_size:
         return logits_RV
     token_V = axes.tensor.index() * V + jnp.arange(V)
-    # the table was padded so that it divides
+    # Mask the vocabulary padding that makes the table divisible.
     return jnp.where(token_V < config.vocab_size, logits_RV, -jnp.inf)
 
 
 def classes(weights: ModelWeights, hidden_RD):
-    """A float32 number for each class of the given rows."""
+    """Float32 classification logits [R, C]."""
     with jax.named_scope("classes"):
         x_RD = hidden_RD.astype(jnp.float32)
         if weights.classes_up_DF is not None:
             x_RD = jax.nn.relu(
                 einsum("RD,DF->RF", x_RD, weights.classes_up_DF) + weights.classes_up_bias_F
             )
-        found_RC = einsum("RD,DC->RC", x_RD, weights.classes_DC)
-        return found_RC if weights.classes_bias_C is None else found_RC + weights.classes_bias_C
+        logits_RC = einsum("RD,DC->RC", x_RD, weights.classes_DC)
+        return logits_RC if weights.classes_bias_C is None else logits_RC + weights.classes_bias_C
 
 
 def distinct_ropes(config: ModelConfig):
     return {layer.attention.rope for layer in config.layers if layer.attention.rope is not None}
 
 
-def growth(positions_T, temperature: Temperature):
-    """What multiplies the queries at each position."""
+def query_scale(positions_T, temperature: Temperature):
+    """The factor that scales the queries at each position (long-context temperature scaling)."""
     steps_T = jnp.floor(
         (jnp.maximum(positions_T, 0) + temperature.ahead) / jnp.float32(temperature.floor)
     )
     return 1 + temperature.scale * jnp.log1p(steps_T)
 
 
-def grown(attend, factor_T, q_TNH, *rest, **options):
-    """`attend` with larger queries."""
-    return attend(
-        (q_TNH.astype(jnp.float32) * factor_T[:, None, None]).astype(q_TNH.dtype), *rest, **options
-    )
+def attend_scaled(attend, factor_T, q_TNH, *arguments, **options):
+    """Call `attend` with queries scaled by `factor_T`."""
+    scaled_TNH = (q_TNH.astype(jnp.float32) * factor_T[:, None, None]).astype(q_TNH.dtype)
+    return attend(scaled_TNH, *arguments, **options)
 
 
 def centred(x_TD, config: ModelConfig):
-    """Rows less their mean, where the model's norms take it off."""
+    """Subtract the mean of each row, if the model's norms are mean-subtracting layer norms."""
     if not config.centred:
         return x_TD
-    wide_TD = x_TD.astype(jnp.float32)
-    return (wide_TD - mean(wide_TD)[:, None]).astype(x_TD.dtype)
+    x_f32_TD = x_TD.astype(jnp.float32)
+    return (x_f32_TD - mean(x_f32_TD)[:, None]).astype(x_TD.dtype)
 
 
-def to_add(y_TD, config: ModelConfig):
-    """What a block gives, as it is added to the rows."""
+def residual_update(y_TD, config: ModelConfig):
+    """A block's output as it is added to the residual stream: scaled and centred."""
     return centred(y_TD if config.residual_scale == 1 else y_TD * config.residual_scale, config)
 
 
@@ -236,8 +249,9 @@ def attention_block(
     config: ModelConfig,
     axes: DeviceAxes,
 ):
-    """(rows, what the mixer read, cache) after the layer's mixer and its norms; `hooks` are those
-    of this layer.
+    """Run the layer's mixer (attention or recurrent) with its norms; `hooks` are for this layer.
+
+    Returns (rows, normed input of the mixer, cache).
     """
     mixer = module_of(layer.attention)
     eps = config.norm_eps
@@ -245,19 +259,19 @@ def attention_block(
         rows, w.pre_attention_norm_D, eps, rounds(mixer.reads(w.attention))
     )
     y_TD, cache = mixer.mix(layer.attention, w.attention, normed_TD, rope, cache, hooks, eps, axes)
-    return (
-        behind(layer, x_TD, to_add(y_TD, config), w.post_attention_norm_D, live_T, eps),
-        normed_TD,
-        cache,
-    )
+    update_TD = residual_update(y_TD, config)
+    rows = add_block(layer, x_TD, update_TD, w.post_attention_norm_D, live_T, eps)
+    return rows, normed_TD, cache
 
 
-def behind(layer: Layer, x_TD, y_TD, norm_D, live_T, eps: float) -> Residual:
-    """The rows behind a block that read x and gave y."""
+def add_block(layer: Layer, x_TD, y_TD, norm_D, live_T, eps: float) -> Residual:
+    """The residual stream after a block with input x and output y; norms the sum for post-norm
+    layers.
+    """
     if not layer.sum_norm:
         return Residual(x_TD, y_TD, norm_D)
     _, normed_TD = add_and_norm(Residual(x_TD, y_TD), norm_D, eps)
-    # a bias would end padding's zeros
+    # Zeroes the padding rows again, which the norm's bias changes.
     return Residual(jnp.where(live_T[:, None], plain(normed_TD), 0))
 
 
@@ -270,24 +284,25 @@ def feed_forward_block(
     axes: DeviceAxes,
     read_TD=None,
 ):
-    """(rows, chosen experts) after the dense block, the experts and their norms; `read_TD` is what
-    attention read.
+    """Run the layer's MLP and experts with their norms. Returns (rows, chosen experts).
+
+    `read_TD` is the normed input of the mixer, which a parallel MLP shares.
     """
     if not layer.feeds_forward:
         return rows, None
     if layer.parallel:
         y_TD, experts_TX = feed_forward(layer, w, rows.x_TD, read_TD, live_T, config, axes)
-        return Residual(rows.x_TD, rows.y_TD + to_add(y_TD, config)), experts_TX
+        return Residual(rows.x_TD, rows.y_TD + residual_update(y_TD, config)), experts_TX
     first = None if w.mlp is None else w.mlp.up_DGF
     x_TD, normed_TD = add_and_norm(rows, w.pre_mlp_norm_D, config.norm_eps, rounds(first))
     y_TD, experts_TX = feed_forward(layer, w, x_TD, normed_TD, live_T, config, axes)
-    return behind(
-        layer, x_TD, to_add(y_TD, config), w.post_mlp_norm_D, live_T, config.norm_eps
-    ), experts_TX
+    update_TD = residual_update(y_TD, config)
+    rows = add_block(layer, x_TD, update_TD, w.post_mlp_norm_D, live_T, config.norm_eps)
+    return rows, experts_TX
 
 
 def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config: ModelConfig):
-    """Gemma 4: adds this layer's own embedding of the token, gated by the row."""
+    """Gemma 4: add this layer's per-layer embedding of the token, gated by the hidden state."""
     activation = ACTIVATIONS[layer.mlp.activation]
     gate_TA = activation(einsum("TD,DA->TA", x_TD, w.gate_DA)) * per_layer_TA
     return Residual(x_TD, einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D)
@@ -296,8 +311,9 @@ def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config
 def feed_forward(
     layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, config: ModelConfig, axes: DeviceAxes
 ):
-    """(what the dense block and the experts give together, chosen experts); `residual_TD` is x
-    before its norm.
+    """Returns (sum of the MLP's and the experts' outputs, chosen experts).
+
+    `residual_TD` is x before its norm, for experts with norms of their own.
     """
     out_TD = 0
     if layer.mlp is not None:
@@ -322,15 +338,15 @@ def feed_forward(
 def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes, live_T=None):
     if block.multipliers is not None:
         up_TGF = project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF)
-        wide_TGF = up_TGF.astype(jnp.float32) * jnp.array(
+        scaled_TGF = up_TGF.astype(jnp.float32) * jnp.array(
             [[block.multipliers[0]], [1]], jnp.float32
         )
-        up_TF = glu(wide_TGF, block.activation).astype(up_TGF.dtype)
+        up_TF = glu(scaled_TGF, block.activation).astype(up_TGF.dtype)
     elif w.up_bias_GF is None:
         up_TF = gated("TD,DGF->TGF", x_TD, w.up_DGF, block.activation)
     else:
         up_TF = glu(project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF), block.activation)
-        if live_T is not None:  # the bias has ended padding's zeros
+        if live_T is not None:  # zeroes the padding rows again, which the bias changes
             up_TF = jnp.where(live_T[:, None], up_TF, 0)
     out_TD = add_up("TF,FD->TD", up_TF, w.down_FD, w.down_bias_D, axes.tensor)
     if block.multipliers is not None:
@@ -341,22 +357,24 @@ def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes, live_T=None):
     return (out_TD * gate_T1).astype(out_TD.dtype)
 
 
-def look_up(table_V, tokens_T, axes: DeviceAxes):
-    """Rows of an embedding, of which each device has a part."""
+def embedding_lookup(table_V, tokens_T, axes: DeviceAxes):
+    """Look up tokens in an embedding table that is sharded over the vocabulary."""
     if axes.tensor.size == 1:
         return table_V[tokens_T]
     V = rows(table_V)
-    at_T = tokens_T - axes.tensor.index() * V
-    own_T = (at_T >= 0) & (at_T < V)
-    found_T = table_V[jnp.where(own_T, at_T, 0)]
-    return axes.tensor.sum(jnp.where(own_T.reshape(-1, *[1] * (found_T.ndim - 1)), found_T, 0))
+    index_T = tokens_T - axes.tensor.index() * V
+    is_local_T = (index_T >= 0) & (index_T < V)
+    local_T = table_V[jnp.where(is_local_T, index_T, 0)]
+    mask_T = is_local_T.reshape(-1, *[1] * (local_T.ndim - 1))
+    return axes.tensor.sum(jnp.where(mask_T, local_T, 0))
 
 
 def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE_DEVICE):
-    """(what the experts give, chosen experts): route by `router_TD`, compute on `x_TD`. Padding
-    chooses no expert.
+    """Mixture of experts: route by `router_TD`, compute on `x_TD`. Returns (output, chosen
+    experts).
 
-    Each device computes its own experts, and its own columns of them.
+    Padding rows choose no expert. Each device computes its local experts, and its local columns of
+    them.
     """
     logits_TE = exact("TD,DE->TE", router_TD, w.router_DE)
     if w.router_bias_E is not None:
@@ -369,29 +387,28 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
     if moe.weigh_rows:
         x_TD = (x_TD * weights_TX).astype(x_TD.dtype)
         weights_TX = jnp.ones_like(weights_TX)
-    own = moe.slots // axes.experts.size
+    num_local = moe.slots // axes.experts.size
     down_bias_ED = w.down_bias_ED
-    # one of the devices that split the columns adds it
+    # With columns split over devices, only the first device adds the bias.
     if down_bias_ED is not None and axes.tensor.size > 1:
         down_bias_ED = jnp.where(axes.tensor.index() == 0, down_bias_ED, 0)
     expert = experts.Experts(
         w.up_EDGF, w.down_EFD, moe.activation, w.up_bias_EGF, down_bias_ED, moe.clamp, moe.alpha
     )
     if axes.same_rows.size < axes.experts.size or moe.spare:
-        return mix_over(
-            axes, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert
-        ), experts_TX
-    here_TX = experts_TX
+        slots_TX = expert_slots(moe, w, experts_TX)
+        return mix_over(axes, x_TD, weights_TX, slots_TX, num_local, expert), experts_TX
+    local_TX = experts_TX
     if axes.experts.size > 1:
-        here_TX = experts_TX - axes.experts.index() * own
-        here_TX = jnp.where((here_TX >= 0) & (here_TX < own), here_TX, own)
-    return axes.sum(experts.mix(x_TD, weights_TX, here_TX, own, expert)), experts_TX
+        local_TX = experts_TX - axes.experts.index() * num_local
+        local_TX = jnp.where((local_TX >= 0) & (local_TX < num_local), local_TX, num_local)
+    return axes.sum(experts.mix(x_TD, weights_TX, local_TX, num_local, expert)), experts_TX
 
 
-def slots_of(moe: Moe, w: MoeWeights, experts_TX):
-    """The slots of the chosen experts.
+def expert_slots(moe: Moe, w: MoeWeights, experts_TX):
+    """The physical slot of each chosen expert.
 
-    Rows take turns with an expert's copies, which give the same bits.
+    Tokens alternate between the redundant copies of an expert, whose results are bit-identical.
     """
     if w.copies_E is None:
         return experts_TX
@@ -400,7 +417,7 @@ def slots_of(moe: Moe, w: MoeWeights, experts_TX):
 
 
 def per_layer_inputs(weights: ModelWeights, tokens_T, x_TD, config: ModelConfig, axes: DeviceAxes):
-    """Gemma 4's second embedding, one vector for each layer, plus a projection of the first
+    """Gemma 4's per-layer embeddings [T, L, A]: a lookup plus a projection of the main
     embedding.
     """
     A = config.per_layer_dim
@@ -410,6 +427,6 @@ def per_layer_inputs(weights: ModelWeights, tokens_T, x_TD, config: ModelConfig,
     context_TLA = norm_alone(
         context_TLA.astype(x_TD.dtype), weights.per_layer_norm_A, config.norm_eps
     )
-    token_TLA = look_up(weights.per_layer_embed_VLA, tokens_T, axes).astype(x_TD.dtype)
+    token_TLA = embedding_lookup(weights.per_layer_embed_VLA, tokens_T, axes).astype(x_TD.dtype)
     token_TLA = token_TLA * jnp.asarray(A**0.5, x_TD.dtype)
     return (context_TLA + token_TLA) * jnp.asarray(2**-0.5, x_TD.dtype)

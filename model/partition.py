@@ -1,4 +1,6 @@
-"""Splitting a model over devices: whether it is possible, and the model of each device."""
+"""Model parallelism: checks that a model can be sharded over a mesh, pipeline stages, and the local
+config of each device.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,7 +32,7 @@ def whole_model(config: ModelConfig) -> Stage:
 
 
 def stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """The layers in `count` pipeline stages, as even as possible."""
+    """Divide the layers into `count` pipeline stages, as evenly as possible."""
     boundaries = [len(config.layers) * number // count for number in range(count + 1)]
     return tuple(
         Stage(range(first, last), first == 0, last == boundaries[-1])
@@ -39,8 +41,8 @@ def stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
 
 
 def can_stage(config: ModelConfig, count: int) -> bool:
-    """Whether each of `count` stages has a layer, and no layer reads a KV cache or a selection of
-    another stage.
+    """Whether `count` pipeline stages are possible: each has a layer, and no layer reads the KV
+    cache or an indexer's selection from a layer of another stage.
     """
     indexers = [getattr(layer.attention, "indexer", None) for layer in config.layers]
     return all(
@@ -52,8 +54,8 @@ def can_stage(config: ModelConfig, count: int) -> bool:
     )
 
 
-def whole_context(config: ModelConfig) -> str | None:
-    """Why a sequence's positions cannot be split over devices; None if they can."""
+def no_context_parallelism_reason(config: ModelConfig) -> str | None:
+    """The reason that context parallelism is unsupported, or None if it is supported."""
     if config.encodes:
         return "has no KV cache that could be split"
     if config.state_layers:
@@ -90,27 +92,29 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
 
 
 def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
-    """Raise for devices that would cut a group of inputs that share a scale."""
+    """Raise ModelError if tensor parallelism would split a quantisation group, whose inputs share a
+    scale.
+    """
     for node in jax.tree.leaves(
         abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Rounded)
     ):
-        whole = node.inputs_per_shard() if isinstance(node, Rounded) else 1
-        if whole == 1:
+        group_size = node.inputs_per_shard() if isinstance(node, Rounded) else 1
+        if group_size == 1:
             continue
         inputs = math.prod(node.into)
-        if inputs % (whole * tensor):
+        if inputs % (group_size * tensor):
             raise ModelError(
                 f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as "
-                f"{name!r}, whose groups of {whole} it would cut; it can be a number that divides "
-                f"{inputs} / {whole}, or 1"
+                f"{name!r}, whose groups of {group_size} it would cut; it can be a number that "
+                f"divides {inputs} / {group_size}, or 1"
             )
 
 
 def check(
     config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1
 ) -> None:
-    """Raise for mesh sizes over which the model cannot be split; the message lists possible
-    sizes.
+    """Raise ModelError if the model cannot be sharded over a mesh of these sizes; the message lists
+    the possible sizes.
     """
     if not can_stage(config, pipe):
         valid_sizes = [str(n) for n in range(1, 2 * pipe + 1) if can_stage(config, n)]
@@ -145,7 +149,7 @@ def check(
                 f"{name}_parallel_size is {size}, which does not divide {SPLITS[name]} of this "
                 f"model; it can be {', '.join(valid_sizes)}"
             )
-    if context > 1 and (reason := whole_context(config)):
+    if context > 1 and (reason := no_context_parallelism_reason(config)):
         raise ModelError(
             f"context_parallel_size is {context}, and this model {reason}: it can only be 1; "
             "use tensor_parallel_size or pipeline_parallel_size"
@@ -166,9 +170,9 @@ def check(
 
 
 def splits(config: ModelConfig, **sizes: int) -> bool:
-    """Whether every array can be split over axes of these sizes."""
+    """Whether every array can be sharded over mesh axes of these sizes."""
     recurrent_mixers = [config.layers[index].attention for index in config.state_layers]
-    if sizes.get("context", 1) > 1 and whole_context(config):
+    if sizes.get("context", 1) > 1 and no_context_parallelism_reason(config):
         return False
     if not all(a.divides(sizes.get("tensor", 1)) for a in recurrent_mixers):
         return False
@@ -184,14 +188,14 @@ def splits(config: ModelConfig, **sizes: int) -> bool:
 
 
 def local_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
-    """The model as one device computes it, with its own heads and columns; every device routes over
-    all experts.
+    """The config of one device's computation: its local heads and columns, and all experts, over
+    which every device routes.
     """
     return split_config(config, 1 if mesh is None else mesh.shape["tensor"])
 
 
 def split_config(config: ModelConfig, tensor: int) -> ModelConfig:
-    """The model as one of `tensor` devices computes it."""
+    """The config of one device's computation with `tensor`-way tensor parallelism."""
     if tensor == 1:
         return config
 

@@ -1,5 +1,5 @@
-"""`quire build-kernels`: compile the CPU kernels ahead of time, for an image that is read-only or
-lacks a compiler.
+"""`quire build-kernels`: compile the CPU kernels ahead of time, for container images that are
+read-only or have no compiler.
 """
 
 from pathlib import Path
@@ -13,23 +13,25 @@ from . import options as o
 def main(
     out: Annotated[
         Path,
-        typer.Option(help="Folder to build into; set QUIRE_KERNELS to it where the kernels run."),
+        typer.Option(
+            help="Output folder; set QUIRE_KERNELS to its path on the machine that runs Quire."
+        ),
     ],
     isa: Annotated[
         list[str] | None,
         typer.Option(
-            help="Instruction set to build for; may be given several times.",
-            show_default="the best of this machine",
+            help="Target instruction set; may be given several times.",
+            show_default="the best that this machine supports",
         ),
     ] = None,
 ) -> None:
-    """Compile the CPU kernels into a folder, and print the path of each library."""
+    """Compile the CPU kernels ahead of time and print the path of each library."""
     import os
     from concurrent.futures import ThreadPoolExecutor
 
     from ..ops.native import build
 
-    # Of any machine: $CXX may be a cross compiler.
+    # Instruction sets of all architectures: $CXX may be a cross compiler.
     isas = [name for kind in build.ISAS.values() for name in kind]
     for name in isa or []:
         if name not in isas:

@@ -1,4 +1,4 @@
-"""`quire chat`: chat with a model in a terminal, or through a pipe, one message per line."""
+"""`quire chat`: chat with a model in a terminal, or through a pipe with one message per line."""
 
 import json
 import os
@@ -21,17 +21,17 @@ from .terminal import FENCE, MessageReader, PlainAnswer, RenderedAnswer
 
 MAX_TOKENS = 512
 HELP = """\
-/reset forgets the conversation, /save FILE keeps it for --resume FILE, /exit leaves (so does Ctrl-D)
-Ctrl-C stops an answer, twice leaves
-Alt-Enter begins a new line, what is pasted is one message, and so is what stands between two \"\"\""""
+/reset starts a new conversation, /save FILE saves it for --resume FILE, /exit or Ctrl-D quits
+Ctrl-C stops an answer; pressed twice, it quits
+Alt-Enter inserts a newline; pasted text is one message, as is everything between two \"\"\""""
 TAUGHT = """\
-It is a very small model to try things with: stories, sums, sorted lists, small JSON.
-It cannot hold a conversation: /reset before the next question."""  # of the bundled model
+It is a very small model for trying things out: stories, sums, sorted lists, small JSON.
+It cannot hold a conversation: /reset before the next question."""  # about the bundled model
 
 
 ChatTemplate = Annotated[
     Path | None,
-    o.option("File with a chat template to use instead of the model's own.", o.OUTPUT, "FILE"),
+    o.option("Chat template file (Jinja) that replaces the model's own.", o.OUTPUT, "FILE"),
 ]
 
 
@@ -39,19 +39,19 @@ ChatTemplate = Annotated[
 @o.takes_sampling(MAX_TOKENS, excluded=("presence_penalty", "frequency_penalty"))
 def main(
     model: o.Model = None,
-    system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
+    system: Annotated[str | None, o.option("System message.", o.OUTPUT)] = None,
     resume: Annotated[
-        Path | None, o.option("Go on with a conversation that /save has written.", o.OUTPUT, "FILE")
+        Path | None, o.option("Continue a conversation that /save wrote.", o.OUTPUT, "FILE")
     ] = None,
     chat_template: ChatTemplate = None,
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Chat with a model. /reset forgets the conversation, /save FILE keeps it, /exit leaves, Ctrl-C
+    """Chat with a model. /reset starts a new conversation, /save FILE saves it, /exit quits, Ctrl-C
     stops an answer.
 
-    What is pasted is one message, and so is what stands between two \"\"\".
+    Pasted text is one message, as is everything between two \"\"\".
     """
     converse(model, system, sampling, engine, None, resume, chat_template)
 
@@ -90,17 +90,17 @@ def converse(
                 raise typer.Exit(1)
             return
         if sys.stdin.isatty():
-            about = f"{TAUGHT}\n{HELP}" if name == "quill" else HELP
+            greeting = f"{TAUGHT}\n{HELP}" if name == "quill" else HELP
             if llm.engine.chat_defaults != llm.engine.defaults:
-                about += (
+                greeting += (
                     f"\nthe model recommends no sampling: {describe_sampling(params)}, as "
                     "llama.cpp has it"
                 )
             if resume is not None:
-                about += f"\ngoing on with the {len(messages)} messages of {resume}"
-            print(f"{paint(name, sys.stdout, bold=True)}\n{paint(about, sys.stdout, dim=True)}")
+                greeting += f"\ngoing on with the {len(messages)} messages of {resume}"
+            print(f"{paint(name, sys.stdout, bold=True)}\n{paint(greeting, sys.stdout, dim=True)}")
         saved_as = resume
-        for message in join_fenced_lines(lines()):
+        for message in join_fenced_lines(read_lines()):
             match message.split():
                 case []:
                     continue
@@ -114,29 +114,29 @@ def converse(
                 case ["/help"]:
                     print(HELP)
                 case [command] if command.startswith("/"):
-                    say_error(f"no command {command}; there is /reset, /save FILE, /exit and /help")
+                    print_error(
+                        f"no command {command}; there is /reset, /save FILE, /exit and /help"
+                    )
                 case _:
                     messages = answer_message(llm, params, messages, message)
 
 
 def fresh_seed() -> int:
-    """A seed for requests without one: answers differ from run to run; --seed N repeats an
-    answer.
-    """
+    """A random default seed: answers differ from run to run unless `--seed` is set."""
     return int.from_bytes(os.urandom(7))
 
 
 def describe_sampling(params) -> str:
-    """A description of the sampling parameters."""
+    """The sampling parameters in words."""
     return f"temperature {params.temperature:g}, top-k {params.top_k}, top-p {params.top_p:g}"
 
 
-def say_error(text: str) -> None:
+def print_error(text: str) -> None:
     print(paint(f"error: {text}", sys.stderr, fg="red"), file=sys.stderr)
 
 
 def join_fenced_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Join lines to messages: one line each, or all lines between two fences."""
+    """Group lines into messages: one line each, or all lines between two fences."""
     fenced_lines: list[str] | None = None  # the lines after an opening fence
     for line in lines:
         if fenced_lines is None:
@@ -155,8 +155,8 @@ def join_fenced_lines(lines: Iterable[str]) -> Iterator[str]:
         yield "\n".join(fenced_lines).strip("\n")
 
 
-def lines() -> Iterator[str]:
-    """The lines of stdin, or messages typed at a terminal."""
+def read_lines() -> Iterator[str]:
+    """Lines from stdin, or messages typed at a terminal."""
     if sys.stdin.isatty():
         yield from MessageReader().messages()
     else:
@@ -164,7 +164,9 @@ def lines() -> Iterator[str]:
 
 
 def save(path: Path, model: str, messages: Sequence[dict], overwrite: bool) -> Path | None:
-    """Write the conversation for `--resume`; prints an error and returns None if that fails."""
+    """Save the conversation for `--resume`. Returns the path; None, after printing the error, if
+    that fails.
+    """
     try:
         with path.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(
@@ -172,9 +174,9 @@ def save(path: Path, model: str, messages: Sequence[dict], overwrite: bool) -> P
                 + "\n"
             )
     except FileExistsError:
-        say_error(f"{path} is there already; /save another file")
+        print_error(f"{path} is there already; /save another file")
     except OSError as error:
-        say_error(f"{path} cannot be written: {error.strerror}; /save another file")
+        print_error(f"{path} cannot be written: {error.strerror}; /save another file")
     else:
         print(paint(f"{len(messages)} messages are in {path}", sys.stdout, dim=True))
         return path
@@ -211,9 +213,7 @@ def is_message(value: Any) -> bool:
 
 
 def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
-    """Stream an answer and return the extended conversation, or the old one if the request
-    failed.
-    """
+    """Stream an answer. Returns the extended conversation, or the old one if the request failed."""
     from .. import RequestError
 
     conversation = (*messages, {"role": "user", "content": question})
@@ -240,11 +240,11 @@ def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tu
                     break
                 if result.outputs[0].finish_reason == "error":
                     view.stop()
-                    say_error("the step failed; the log above says why")
+                    print_error("the step failed; the log above says why")
                     return messages
     except RequestError as error:
         view.stop()
-        say_error(f"{error}; /reset starts a new conversation")
+        print_error(f"{error}; /reset starts a new conversation")
         return messages
     finally:
         view.stop()
@@ -262,12 +262,12 @@ def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tu
             written,
             result.num_cached_tokens,
         )
-        print(paint(speed(timing), sys.stdout, dim=True))
+        print(paint(timing_text(timing), sys.stdout, dim=True))
     return (*conversation, {"role": "assistant", "content": text})
 
 
-def speed(timing: Timing) -> str:
-    """Tokens, rate and time to the first token of an answer."""
+def timing_text(timing: Timing) -> str:
+    """One line with an answer's tokens, decode rate and time to first token."""
     rate = "" if timing.tokens_per_second is None else f", {timing.tokens_per_second:.1f} tokens/s"
     cached = f", {timing.cached_tokens} cached" if timing.cached_tokens else ""
     first = timing.first - timing.loaded
@@ -279,18 +279,18 @@ def speed(timing: Timing) -> str:
 
 @contextmanager
 def interruptible():
-    """Yields a flag that the first Ctrl-C sets, so that the current step completes; the second one
-    interrupts.
+    """Context manager yielding an event that the first Ctrl-C sets, so that the running step can
+    complete. A second Ctrl-C raises KeyboardInterrupt.
     """
-    flag = threading.Event()
+    interrupted = threading.Event()
 
-    def note(signum, frame):
-        if flag.is_set():
+    def handle_signal(signum, frame):
+        if interrupted.is_set():
             raise KeyboardInterrupt
-        flag.set()
+        interrupted.set()
 
-    previous_handler = signal.signal(signal.SIGINT, note)
+    previous_handler = signal.signal(signal.SIGINT, handle_signal)
     try:
-        yield flag
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, previous_handler)

@@ -1,4 +1,4 @@
-"""`quire collect-env`: the environment, for bug reports."""
+"""`quire collect-env`: describe the environment, for bug reports."""
 
 import importlib
 import os
@@ -52,9 +52,7 @@ VARIABLES = (
 
 
 def main() -> None:
-    """Print versions, devices, caches, which attention implementation serves, and whether bits
-    depend on a batch.
-    """
+    """Print versions, hardware, caches, kernels in use and batch invariance, for bug reports."""
     from ..ops.errors import MissingLibrary
 
     for title, rows in (
@@ -71,7 +69,7 @@ def main() -> None:
         try:
             for name, value in rows:
                 print(f"  {name}: {value}")
-        except MissingLibrary as error:  # a server would exit with it
+        except MissingLibrary as error:  # a server would exit with this error
             print(f"  error: {error}")
 
 
@@ -106,7 +104,7 @@ def machine():
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """The number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -131,13 +129,13 @@ def caches():
 
 
 def environment():
-    """Only variables that affect Quire: others may hold keys."""
+    """The environment variables that affect Quire; others are left out: they may hold secrets."""
     names = sorted(name for name in os.environ if name.startswith(VARIABLES))
     return [(name, os.environ[name]) for name in names] or [("set", "none that matter here")]
 
 
 def kernels():
-    """The native kernels in use, or why there are none."""
+    """The native CPU kernels in use, or the reason that there are none."""
     from ..ops import native
     from ..ops.native import build, kernel_names
 
@@ -158,7 +156,7 @@ def kernels():
 
 
 def attention():
-    """The implementation that serves each kind of attention."""
+    """The attention implementation chosen for each kind of attention, and why others are not."""
     from ..ops.gpu.device import is_gpu
 
     if is_gpu():
@@ -167,14 +165,12 @@ def attention():
             file=sys.stderr,
         )
     for case, trace in cases():
-        name, declined = first_to(trace)
-        yield case, "; ".join((name, *declined))
+        name, rejections = first_supported(trace)
+        yield case, "; ".join((name, *rejections))
 
 
 def invariance():
-    """Whether a request's bits depend on the rest of the batch, by the steps of the bundled
-    model.
-    """
+    """Whether the bundled model's compiled steps are batch-invariant, and the reasons if not."""
     from ..model.checkpoint import hub, loader
     from ..serving.device.pipeline import Pipeline
     from ..serving.device.step_shape import StepShape
@@ -195,27 +191,25 @@ def invariance():
         yield "because", reason
 
 
-def first_to(run):
-    """The first attention implementation with which `run` succeeds, or "none", and why others
-    declined.
+def first_supported(run):
+    """(first attention implementation with which `run` succeeds, or "none"; reasons of those
+    before it).
     """
     from ..ops import attention as op
 
-    declined = []
+    rejections = []
     for name, module in op.IMPLEMENTATIONS.items():
         try:
             run(importlib.import_module(module, op.__name__).BACKEND)
         except NotImplementedError as reason:
-            declined.append(f"{name} declines: {reason}")
+            rejections.append(f"{name} declines: {reason}")
         else:
-            return name, declined
-    return "none", declined
+            return name, rejections
+    return "none", rejections
 
 
 def cases():
-    """(name, function that traces an implementation on a tiny example of that kind of
-    attention).
-    """
+    """(kind of attention, function that traces an implementation on a tiny example of it)."""
     import jax
     import jax.numpy as jnp
 

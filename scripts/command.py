@@ -1,4 +1,4 @@
-"""Parsing of command lines, with options of other engines, and `--help`."""
+"""Command-line parsing and `--help`; accepts options of other inference engines."""
 
 import difflib
 import os
@@ -15,13 +15,13 @@ from ..serving.api.other_engines import MEANING, NO_EFFECT, SHORT, VALUES, is_sw
 from ..serving.api.vllm_names import ENGINE, UnsupportedArgument
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT"}  # placeholders of values without a metavar
-NAMES = 30  # columns for names in a list; longer names have a line of their own
-# Commands with one of these correspond to vLLM's commands.
-LIKE_VLLM = {"max_model_len", "num_prompts"}
-MODEL = ("model", "models")  # the argument, which other engines also take as an option
-AS_OPTION = ("--model", "-m")
-ALIKE = 0.6  # minimum similarity of a mistyped word
+METAVARS = {"int": "N", "float": "NUMBER", "str": "TEXT"}  # by type, for options without a metavar
+NAME_COLUMNS = 30  # width for option names in `--help`; longer names get a line of their own
+# Commands with one of these parameters have a counterpart in vLLM and accept its no-op options.
+VLLM_PARAMETERS = {"max_model_len", "num_prompts"}
+MODEL_PARAMETERS = ("model", "models")  # positional here, an option in other engines
+MODEL_OPTIONS = ("--model", "-m")
+MIN_SIMILARITY = 0.6  # of a mistyped word to the suggested one
 
 
 class UsageError(typer.TyperException):
@@ -38,7 +38,7 @@ def paint(text: str, stream: TextIO, **style: Any) -> str:
 
 
 class Command(TyperCommand):
-    """A command whose help does not truncate names, and which accepts options of other engines."""
+    """A command that never truncates names in `--help` and accepts options of other engines."""
 
     def __init__(self, *arguments, context_settings: dict[str, Any] | None = None, **attributes):
         super().__init__(
@@ -55,7 +55,8 @@ class Command(TyperCommand):
             for name in (*option.opts, *option.secondary_opts)
         }
         takes_model = any(
-            param.param_type_name == "argument" and param.name in MODEL for param in self.params
+            param.param_type_name == "argument" and param.name in MODEL_PARAMETERS
+            for param in self.params
         )
         arguments = []
         ignored = []
@@ -71,9 +72,11 @@ class Command(TyperCommand):
                 arguments.append(name + values + value)
                 if name in names and not values and not option.is_flag and not option.count:
                     arguments += take(words)
-            elif takes_model and name in AS_OPTION:
+            elif takes_model and name in MODEL_OPTIONS:
                 arguments += [value] if values else take(words)
-            elif (key := no_effect(name)) and LIKE_VLLM & {param.name for param in self.params}:
+            elif (key := no_effect(name)) and VLLM_PARAMETERS & {
+                param.name for param in self.params
+            }:
                 if not is_switch(key) and not name.startswith("--no-"):
                     check_value(name, value if values else "".join(take(words)))
                 ignored.append(name)
@@ -84,19 +87,19 @@ class Command(TyperCommand):
 
 
 def take(words: Iterator[str]) -> list[str]:
-    """The next word, if there is one."""
+    """The next word as a list, which is empty at the end."""
     return [word for word in (next(words, None),) if word is not None]
 
 
 def no_effect(name: str) -> str | None:
-    """The key in `NO_EFFECT` of another engine's option, or None."""
+    """The key in `NO_EFFECT` of another engine's option that is a no-op here, or None."""
     key = name.lstrip("-").replace("-", "_")
     key = SHORT.get(key, key)
     return next((option for option in (key, key.removeprefix("no_")) if option in NO_EFFECT), None)
 
 
 def check_value(name: str, value: str) -> None:
-    """Raise for a value that would have an effect if Quire supported the option."""
+    """Raise UsageError if the value of a no-op option asks for something that Quire lacks."""
     key = no_effect(name) or ""
     if (allowed := VALUES.get(key, ())) and value not in allowed:
         raise UsageError(
@@ -105,14 +108,14 @@ def check_value(name: str, value: str) -> None:
 
 
 def note_without_effect(names: list[str]) -> None:
-    """Print one note for all options that have no effect."""
+    """Print one note that lists all ignored options with the reasons."""
     if names:
         notes = ", ".join(f"{name} ({NO_EFFECT[no_effect(name) or '']})" for name in names)
         print(f"note: without effect here: {notes}", file=sys.stderr)
 
 
 def advice(name: str, names: Iterable[str]) -> str:
-    """A suggestion for an unknown option: its equivalent in Quire, or a similar name."""
+    """A hint for an unknown option: its equivalent in Quire, or a similarly spelled option."""
     key = name.lstrip("-").replace("-", "_")
     entry = ENGINE.get(key)
     meaning = MEANING.get(key, entry.reason if isinstance(entry, UnsupportedArgument) else None)
@@ -122,14 +125,14 @@ def advice(name: str, names: Iterable[str]) -> str:
         return f". Here it is {meaning}." if meaning in names else ""
     options = [option for option in names if option.startswith("--")]
     suggestions = [option for option in options if alike(name.split("-"), option.split("-"))]
-    if len(suggestions) > 1:  # ambiguous unless all have one length
+    if len(suggestions) > 1:  # ambiguous unless all have the same length
         same_length = all(len(suggestions[0]) == len(option) for option in suggestions)
         suggestions = difflib.get_close_matches(name, suggestions, n=1) if same_length else []
     return f". Did you mean {suggestions[0]}?" if suggestions else ""
 
 
 def alike(word: list[str], candidate: list[str]) -> bool:
-    """Whether the words match up to typing errors; the last words may be missing."""
+    """Whether two names, split into words, match up to typing errors; `word` may be a prefix."""
     if len(word) < 3 or len(word) > len(candidate):
         return False
     return all(map(same_word, word, candidate)) and (len(word) == len(candidate) or len(word) > 3)
@@ -143,14 +146,14 @@ def same_word(word: str, candidate: str) -> bool:
     if word == candidate or len(candidate) < 4:
         return word == candidate
     close = (
-        difflib.SequenceMatcher(None, word, candidate).ratio() >= ALIKE
+        difflib.SequenceMatcher(None, word, candidate).ratio() >= MIN_SIMILARITY
         and word[:1] == candidate[:1]
     )
     return close or sorted(word) == sorted(candidate)
 
 
 def write_help(command: TyperCommand | TyperGroup, ctx, formatter) -> None:
-    """Write usage, description, and lists of arguments, options by panel, and commands."""
+    """Write a command's usage, description, arguments, options by panel, and subcommands."""
     command.format_usage(ctx, formatter)
     command.format_help_text(ctx, formatter)
     for panel, rows in panels_of(command, ctx).items():
@@ -160,43 +163,45 @@ def write_help(command: TyperCommand | TyperGroup, ctx, formatter) -> None:
 
 
 def panels_of(command: TyperCommand | TyperGroup, ctx) -> dict[str, list[tuple[str, str]]]:
-    """(name, description) of arguments, options and commands by panel; common options come last."""
+    """(names, description) of arguments, options and subcommands by panel; "Options" comes last."""
     panels: dict[str, list[tuple[str, str]]] = {}
     for param in command.get_params(ctx):
         if (record := param.get_help_record(ctx)) is None:
             continue
-        argument = param.param_type_name == "argument"
-        panel = "Arguments" if argument else getattr(param, "rich_help_panel", None) or "Options"
-        about = re.sub(
+        is_argument = param.param_type_name == "argument"
+        panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
+        description = re.sub(
             r"\[default: \((.*?)\)(;.*)?\]$", r"[default: \1\2]", " ".join(record[1].split())
         )
-        panels.setdefault(panel, []).append((option_names(param), about))
+        panels.setdefault(panel, []).append((option_names(param), description))
     if isinstance(command, TyperGroup):
         for name in command.list_commands(ctx):
             subcommand = command.get_command(ctx, name)
-            about = "" if subcommand is None else subcommand.get_short_help_str(1000)
-            panels.setdefault("Commands", []).append((name, about))
+            description = "" if subcommand is None else subcommand.get_short_help_str(1000)
+            panels.setdefault("Commands", []).append((name, description))
     return {panel: panels[panel] for panel in sorted(panels, key=lambda name: name == "Options")}
 
 
 def two_columns(rows: list[tuple[str, str]], width: int) -> Iterator[str]:
-    """Names and descriptions in two columns, without truncating names."""
-    room = max((len(name) for name, _ in rows if len(name) <= NAMES), default=NAMES) + 2
-    for name, about in rows:
+    """Lines with names and wrapped descriptions in two columns; names are never truncated."""
+    name_width = (
+        max((len(name) for name, _ in rows if len(name) <= NAME_COLUMNS), default=NAME_COLUMNS) + 2
+    )
+    for name, description in rows:
         lines = textwrap.wrap(
-            about, max(width - room, 20), break_on_hyphens=False, break_long_words=False
+            description, max(width - name_width, 20), break_on_hyphens=False, break_long_words=False
         )
         label = paint(name, sys.stdout, bold=True)
-        if len(name) + 2 > room:
+        if len(name) + 2 > name_width:
             yield label
         else:
-            yield (label + " " * (room - len(name)) + "".join(lines[:1])).rstrip()
+            yield (label + " " * (name_width - len(name)) + "".join(lines[:1])).rstrip()
             lines = lines[1:]
-        yield from (" " * room + line for line in lines)
+        yield from (" " * name_width + line for line in lines)
 
 
 def option_names(param) -> str:
-    """All names of an option, and the placeholder of its value."""
+    """All names of an option and its metavar."""
     if param.param_type_name == "argument":
         return param.metavar or param.name.upper()
     names = ", ".join(sorted(param.opts, key=len))
@@ -205,4 +210,4 @@ def option_names(param) -> str:
     if param.is_flag:
         return names
     kind = re.sub(r"list\[(.*)\]|<(.*)>", r"\1", param.bare_type())
-    return f"{names} {param.metavar or KINDS.get(kind, kind.upper())}"
+    return f"{names} {param.metavar or METAVARS.get(kind, kind.upper())}"

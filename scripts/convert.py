@@ -1,4 +1,4 @@
-"""`quire convert`: writes a Hugging Face checkpoint as an orbax checkpoint, which loads sharded."""
+"""`quire convert`: convert a Hugging Face checkpoint to Orbax format, which loads sharded."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,15 +10,17 @@ from . import options as o
 
 @o.takes_engine(only=("dtype", *o.SOURCE))
 def main(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model folder or Hugging Face model ID.")
+    ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to write; it must be empty or new.")
+        Path, typer.Argument(metavar="OUT", help="Output folder; it must be new or empty.")
     ],
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Write a model as an orbax checkpoint, which loads sharded. The folder serves wherever a MODEL
-    is given.
+    """Convert a model to an Orbax checkpoint, which loads sharded. All commands accept the output
+    folder as MODEL.
     """
     from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
 
@@ -30,7 +32,7 @@ def main(
         model, revision=engine.pop("revision", None), download_dir=engine.pop("download_dir", None)
     )
     config = loader.read_config(folder, **engine)
-    orbax.import_orbax("quire convert")  # before anything is read
+    orbax.import_orbax("quire convert")  # before reading: a missing library is reported at once
     orbax.make_empty_folder(out)
     with Progress(transient=True) as bars:
         bar = bars.add_task("reading", total=nbytes(abstract(config)))

@@ -18,19 +18,19 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from the start of the command to each stage, and token counts."""
+    """Times in seconds since the command started, and token counts."""
 
-    loaded: float
-    first: float
+    loaded: float  # when the model is loaded
+    first: float  # when the first output arrives
     finished: float
     prompt_tokens: int
-    first_tokens: int  # in the first output: one for each answer
-    tokens: int
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    first_tokens: int  # generated tokens in the first output: one per sequence without drafts
+    tokens: int  # generated tokens in total
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate after the first output, which excludes reading the prompt."""
+        """Decode rate: output tokens per second after the first output (excludes prefill)."""
         later = self.tokens - self.first_tokens
         return (
             later / (self.finished - self.first) if later and self.finished > self.first else None
@@ -53,30 +53,30 @@ class Timing:
 @o.takes_sampling(MAX_TOKENS)
 def main(
     model: o.Model = None,
-    prompt: Annotated[str | None, o.option("Text to continue.", o.OUTPUT)] = None,
+    prompt: Annotated[str | None, o.option("Prompt text.", o.OUTPUT)] = None,
     prompt_file: Annotated[
-        Path | None, o.option("File with the text to continue; - is stdin.", o.OUTPUT)
+        Path | None, o.option("File with the prompt; - reads stdin.", o.OUTPUT)
     ] = None,
     stream: Annotated[
         bool | None,
         o.option(
-            "Print the text as it is generated.",
+            "Print text as it is generated.",
             o.OUTPUT,
             default_text="on, except with --n or --json",
         ),
     ] = None,
     echo: Annotated[
-        bool, o.option("Print the prompt before the text.", o.OUTPUT, name="--echo")
+        bool, o.option("Print the prompt before the generated text.", o.OUTPUT, name="--echo")
     ] = False,
     as_json: Annotated[
-        bool, o.option("Print one JSON object at the end.", o.OUTPUT, name="--json")
+        bool, o.option("Print the result as one JSON object.", o.OUTPUT, name="--json")
     ] = False,
     *,
     sampling: dict[str, Any],
-    n: Annotated[int, o.option("Number of answers.", o.SAMPLING)] = 1,
+    n: Annotated[int, o.option("Number of sequences to generate.", o.SAMPLING)] = 1,
     engine: dict[str, Any],
 ) -> None:
-    """Continue a prompt. The text goes to stdout, a line of timings to stderr."""
+    """Generate text from a prompt. Prints the text to stdout and timings to stderr."""
     started = perf_counter()
     if stream and (as_json or n > 1):
         raise o.UsageError("--stream prints one answer as text: leave out --json and --n")
@@ -111,7 +111,7 @@ def main(
                 sys.stdout.flush()
                 num_printed = len(last.outputs[0].text)
         total = perf_counter() - started
-    assert last is not None  # a stream ends with its result
+    assert last is not None  # a stream yields at least one result
     if any(output.finish_reason == "error" for output in last.outputs):
         print("error: the step failed; the log above says why", file=sys.stderr)
         raise typer.Exit(1)
@@ -129,7 +129,7 @@ def main(
     if as_json:
         print(json.dumps(as_dict(last, timing), ensure_ascii=False))
     elif live:
-        print(flush=True)  # keeps the order if stdout and stderr are one file
+        print(flush=True)  # keeps the order where stdout and stderr are the same file
     else:
         print(*(head + output.text for output in last.outputs), sep="\n\n")
     print(timing, file=sys.stderr)

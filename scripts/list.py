@@ -1,4 +1,4 @@
-"""`quire list`: the models on this machine that commands find by a name."""
+"""`quire list`: list the downloaded and bundled models."""
 
 import sys
 from datetime import datetime
@@ -11,7 +11,7 @@ from .tables import table
 
 @o.takes_engine(only=("download_dir",))
 def main(*, engine: dict[str, Any]) -> None:
-    """List the models of the Hub's cache that Quire reads, and those that came with it."""
+    """List the downloaded models in the Hugging Face cache, and the bundled ones."""
     from ..model.checkpoint import cached  # not at the top: `--help` must not wait for it
 
     models, num_others = cached.cached_models(engine.get("download_dir"))

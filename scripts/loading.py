@@ -1,4 +1,4 @@
-"""Loading of the engine by commands, which Ctrl-C interrupts."""
+"""Model loading for commands, which Ctrl-C interrupts at once."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ SHOW_CURSOR = "\x1b[?25h\n"
 
 
 def load(model: str | None, **options):
-    """An `LLM`, which shows its loading progress in a terminal."""
-    # Includes the import of JAX, during which Ctrl-C can be lost or crash.
+    """Load an `LLM`, showing progress in a terminal."""
+    # Covers the import of JAX too, during which Python can lose Ctrl-C or crash.
     with immediate_interrupt():
         from .. import LLM  # not at the top: `--help` must not wait for JAX
 
@@ -22,8 +22,10 @@ def load(model: str | None, **options):
 
 @contextmanager
 def immediate_interrupt() -> Iterator[None]:
-    """Ctrl-C ends the process at once. Python alone would wait until a compilation ends; a thread
-    does not.
+    """Make Ctrl-C end the process at once.
+
+    Python's handler would wait until a running compilation returns; a thread that reads the signal
+    wake-up socket does not.
     """
     receiver, sender = socket.socketpair()
     sender.setblocking(False)

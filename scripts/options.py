@@ -25,8 +25,8 @@ from .sizes import size
 SOURCE = ("revision", "download_dir", "hf_overrides")  # engine flags that select the model
 
 
-def given(**values) -> dict:
-    """The options that were given; others keep the engine's defaults."""
+def drop_none(**values) -> dict:
+    """The options set on the command line; omitted ones are None and keep the engine's default."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -34,7 +34,7 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A folder or Hugging Face id.",
+        help="Model folder or Hugging Face model ID.",
         show_default="the bundled model, quill",
     ),
 ]
@@ -48,12 +48,12 @@ def option(
     name: str = "",
     **typer_options,
 ) -> Any:
-    """An option on a panel of `--help`.
+    """Declare an option that `--help` lists under the heading `panel`.
 
     Args:
-        default_text: the default in `--help`, if the default value does not explain itself.
-        name: names separated by spaces, if they differ from the parameter's, or for a flag without
-            `--no-`.
+        default_text: The default shown in `--help`, if the value itself is not clear.
+        name: Space-separated flag names, if they differ from the parameter's name or the flag has
+            no `--no-` form.
     """
     return typer.Option(
         *name.split(),
@@ -65,31 +65,38 @@ def option(
     )
 
 
-def sized(help: str, panel: str, metavar: str, default_text: str | bool = True) -> Any:
-    """An integer that may be written as 32K."""
+def size_option(help: str, panel: str, metavar: str, default_text: str | bool = True) -> Any:
+    """Declare an integer option that accepts suffixes, as in 32K."""
     return option(help, panel, metavar, default_text, parser=size)
 
 
 def field_flag(field: Field, default_text: str | bool) -> Any:
-    """The flag of a field that `flag` declares; it is optional."""
-    about = field.metadata
+    """The optional flag for a dataclass field declared by `serving.api.options.flag`."""
+    metadata = field.metadata
     name = f"--{field.name.replace('_', '-')}"
-    # Typer supports no other sequence.
+    # Typer supports no sequence type other than list.
     kind: Any = list[str] if field.type == Sequence[str] else field.type
-    parser = size if about["metavar"] and kind in (int, int | None) else None
-    if about["metavar"] == "JSON":
+    parser = size if metadata["metavar"] and kind in (int, int | None) else None
+    if metadata["metavar"] == "JSON":
         kind = Any
         parser = json_object
     name = f"{name}/--no-{name[2:]}" if field.default is True else name
-    name = f"{name} -{about['short']}" if about.get("short") else name
+    name = f"{name} -{metadata['short']}" if metadata.get("short") else name
     return Annotated[
         kind | None,
-        option(about["help"], about["panel"], about["metavar"], default_text, name, parser=parser),
+        option(
+            metadata["help"],
+            metadata["panel"],
+            metadata["metavar"],
+            default_text,
+            name,
+            parser=parser,
+        ),
     ]
 
 
 def json_object(text: str | dict[str, Any]) -> dict[str, Any]:
-    """Parse a JSON object; a file of options has it parsed already."""
+    """Parse a JSON object; values from a `--config` file are parsed already."""
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
@@ -100,9 +107,7 @@ def json_object(text: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_flag(field: Field) -> Any:
-    """The flag of a field of `EngineOptions`; None if not given, so that the engine sets the
-    default.
-    """
+    """The flag for a field of `EngineOptions`; None if omitted: the engine sets the default."""
     default = f"{field.default}"
     return field_flag(
         field,
@@ -125,9 +130,14 @@ SAMPLING_FIELDS = {
 def takes_engine(
     only: Collection[str] = ENGINE_FLAGS, excluded: Collection[str] = (), adapters: bool = False
 ):
-    """Replace the parameter `engine` by flags of the engine; `engine` is a dict of those given.
+    """Replace a command's parameter `engine` by engine flags.
 
-    Adapter flags are only for commands whose requests can name an adapter.
+    Its value is a dict of the flags that are set.
+
+    Args:
+        only: Names of the engine options to add.
+        excluded: Names of engine options to leave out.
+        adapters: Add the LoRA flags, for commands whose requests can select an adapter.
     """
     left_out = excluded if adapters else (*excluded, *ADAPTER_FLAGS)
     return takes(
@@ -141,8 +151,11 @@ def takes_engine(
 
 
 def takes_sampling(max_tokens: int, excluded: Collection[str] = ()):
-    """Replace the parameter `sampling` by sampling flags; `max_tokens` is the default if the model
-    has none.
+    """Replace the parameter `sampling` by sampling flags.
+
+    Args:
+        max_tokens: Default of `--max-tokens` shown in `--help` for models that define none.
+        excluded: Names of sampling parameters to leave out.
     """
 
     def default_text(field: Field) -> str | bool:
@@ -161,7 +174,14 @@ def takes(
     defaults: Mapping[str, Any] = {},
     make: Callable[..., Any] = dict,
 ):
-    """Replace a parameter by options; its value is `make(**options that were given)`."""
+    """Replace a command's parameter by options.
+
+    Args:
+        parameter_name: The parameter to replace.
+        added: Annotations of the options by name.
+        defaults: Default values of options; others default to None.
+        make: Builds the parameter's value from the options that are set.
+    """
 
     def decorate(main):
         parameters: list[inspect.Parameter] = []
@@ -177,8 +197,8 @@ def takes(
 
         @functools.wraps(main)
         def command(**values):
-            chosen = make(**given(**{name: values.pop(name) for name in added}))
-            return main(**values, **{parameter_name: chosen})
+            value = make(**drop_none(**{name: values.pop(name) for name in added}))
+            return main(**values, **{parameter_name: value})
 
         command.__signature__ = inspect.Signature(parameters)  # read by Typer
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

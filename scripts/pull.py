@@ -1,4 +1,4 @@
-"""`quire pull`: download a model into the Hub's cache."""
+"""`quire pull`: download models into the Hugging Face cache."""
 
 from typing import Annotated, Any
 
@@ -13,14 +13,15 @@ def main(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="owner/name on the Hub; of a GGUF file owner/name:Q4_K_M or its path.",
+            help="Hugging Face model ID (owner/name); for a GGUF file, owner/name:Q4_K_M or "
+            "owner/name/path.gguf.",
         ),
     ],
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Download models into the Hub's cache, or see that they are there. Other commands do so when
-    they need one.
+    """Download models into the Hugging Face cache, unless they are cached already. Other commands
+    download a missing model by themselves.
     """
     from ..model.checkpoint import hub  # not at the top: `--help` must not wait for it
 

@@ -1,4 +1,4 @@
-"""`quire quantize`: writes a quantised checkpoint in a layout that other engines read too."""
+"""`quire quantize`: quantise a checkpoint, in a layout that other engines also read."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,37 +15,39 @@ GGUF = "gguf"
 
 @o.takes_engine(only=("dtype", *o.SOURCE))
 def main(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model folder or Hugging Face model ID.")
+    ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to write, or .gguf file; it must be new.")
+        Path, typer.Argument(metavar="OUT", help="Output folder or .gguf file; it must not exist.")
     ],
     quantization: Annotated[
         str | None,
         o.option(
             o.ENGINE_FLAGS["quantization"].__metadata__[0].help,
             "Options",
-            default_text="needed without --bits",
+            default_text="required without --bits",
         ),
     ] = None,
     bits: Annotated[
         float | None,
         o.option(
-            "In place of --quantization: so many bits a weight in all, scales included, and for "
-            "each matrix the format that calibration text finds for it, from int3-32 to "
-            "int8-weights, or none.",
+            "Instead of --quantization: mixed precision with at most N bits per weight on average, "
+            "scales included. The format of each matrix is chosen by its error on the calibration "
+            "text: int3-32 to int8-weights, or unquantised.",
             CALIBRATION,
             "N",
-            default_text="one format for all",
+            default_text="the same format for all matrices",
             min=1,
         ),
     ] = None,
     layout: Annotated[
         str,
         typer.Option(
-            help="How the weights lie in files: compressed-tensors; gptq (int4, int8-weights-128) "
-            "as GPTQModel writes them, awq (int4 with zero points) as AutoAWQ, bitsandbytes "
-            "(nf4), fp8 (fp8-weights-128) as DeepSeek; or gguf: one file for llama.cpp, in "
-            "Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, MXFP4, F16, BF16 or F32 (gptq and awq: Q8_0 and "
+            help="Checkpoint layout: compressed-tensors; gptq (as GPTQModel; for int4 and "
+            "int8-weights-128); awq (as AutoAWQ; for int4 with zero points); bitsandbytes (nf4); "
+            "fp8 (as DeepSeek; for fp8-weights-128); or gguf, one file for llama.cpp in Q8_0, "
+            "Q5_0, Q5_1, Q4_0, Q4_1, MXFP4, F16, BF16 or F32 (with --method gptq or awq: Q8_0 or "
             "Q4_0).",
             metavar="LAYOUT",
         ),
@@ -53,32 +55,32 @@ def main(
     method: Annotated[
         str,
         typer.Option(
-            help="How codes are chosen: rtn (the nearest), or by what the model computes over "
-            "calibration text: gptq and awq (int2 to int4, int8), smoothquant (int8, fp8), "
-            "squeezellm (codebook), quip (e8p).",
+            help="Quantisation method: rtn (round to nearest), or a method that uses calibration "
+            "text: gptq or awq (int2 to int4, int8), smoothquant (int8, fp8), squeezellm "
+            "(codebook), quip (e8p).",
             metavar="METHOD",
         ),
     ] = NEAREST,
     calibration: Annotated[
         Path | None,
         o.option(
-            "Text such as the model will read and write: a .txt file, or a .jsonl file whose "
-            "lines have text, prompt or messages.",
+            "Calibration text, similar to what the model will process: a .txt file, or a .jsonl "
+            "file whose objects have text, prompt or messages.",
             CALIBRATION,
             "FILE",
-            default_text="a general text of 11,000 tokens that comes with Quire",
+            default_text="the bundled general text of 11,000 tokens",
         ),
     ] = None,
     calibration_samples: Annotated[
-        int, o.option("Pieces of that text.", CALIBRATION, "N", min=1)
+        int, o.option("Maximum number of calibration samples.", CALIBRATION, "N", min=1)
     ] = 128,
     calibration_tokens: Annotated[
-        int, o.option("Tokens of the longest piece.", CALIBRATION, "N", min=1)
+        int, o.option("Maximum length of a calibration sample in tokens.", CALIBRATION, "N", min=1)
     ] = 2048,
     act_order: Annotated[
         bool,
         o.option(
-            "Of gptq: the largest inputs are rounded first.",
+            "For gptq: quantise the columns with the largest activations first.",
             CALIBRATION,
             name="--act-order/--no-act-order",
         ),
@@ -86,9 +88,9 @@ def main(
     fine_tune_epochs: Annotated[
         int,
         o.option(
-            "Times that the calibration text is gone through when all layers are rounded, to tune "
-            "scales of outputs and of norms such that probabilities are nearer to those of the "
-            "dense model. All layers are in memory then.",
+            "Epochs of fine-tuning after quantisation: trains the output scales and norm weights "
+            "on the calibration text to match the unquantised model's token probabilities. Needs "
+            "memory for all layers at once.",
             CALIBRATION,
             "N",
             min=0,
@@ -97,12 +99,12 @@ def main(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Round a model's weights and write them in a layout that other engines read too.
+    """Quantise a model's weights and write a checkpoint in a layout that other engines also read.
 
-    codebook and e8p are in a form of Quire's own.
+    The formats codebook and e8p have a layout that only Quire reads.
 
-    With calibration text one layer's weights at a time are in memory, but for --fine-tune-epochs. A
-    run that was stopped goes on when it is started again.
+    Calibration holds the weights of one layer at a time in memory, except with --fine-tune-epochs.
+    To continue a run that was interrupted, start the same command again.
     """
     if (quantization is None) == (bits is None):
         raise o.UsageError("give --quantization FORMAT, or --bits N for a format for each matrix")
@@ -137,9 +139,9 @@ def main(
         model, revision=engine.get("revision"), download_dir=engine.get("download_dir")
     )
     overrides = engine.get("hf_overrides")
-    rounds = None if layout == GGUF else quantization or mixed.ANY
+    quant_format = None if layout == GGUF else quantization or mixed.ANY
     dtype = engine.get("dtype", "auto")
-    config = loader.read_config(folder, dtype, quantization=rounds, hf_overrides=overrides)
+    config = loader.read_config(folder, dtype, quantization=quant_format, hf_overrides=overrides)
     original_size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if layout == GGUF and not is_calibrated:
         from ..model.quantize import gguf_file

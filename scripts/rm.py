@@ -1,4 +1,4 @@
-"""`quire rm`: delete a model from the Hub's cache."""
+"""`quire rm`: delete models from the Hugging Face cache."""
 
 import sys
 from typing import Annotated, Any
@@ -12,25 +12,31 @@ from . import options as o
 @o.takes_engine(only=("download_dir",))
 def main(
     names: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="Names, as `quire list` has them.")
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Model names as `quire list` shows them."),
     ],
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask.", show_default=False)
+        bool, typer.Option("--yes", "-y", help="Delete without confirmation.", show_default=False)
     ] = False,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Delete models from the Hub's cache. Folders elsewhere and bundled models stay."""
+    """Delete models from the Hugging Face cache.
+
+    Other folders and bundled models are not touched.
+    """
     from ..model.checkpoint import cached, hub  # not at the top: `--help` must not wait for it
 
-    known = {model.name: model for model in cached.cached_models(engine.get("download_dir"))[0]}
+    cached_models = {
+        model.name: model for model in cached.cached_models(engine.get("download_dir"))[0]
+    }
     for name in names:
         if name in hub.BUNDLED:
             raise o.UsageError(f"{name} came with Quire and stays")
-        if hub.strip_host(name) not in known:
-            there = ", ".join(known) or "none"
-            raise o.UsageError(f"there is no {name!r} in the cache; there is {there}")
-    for model in [known[name] for name in dict.fromkeys(map(hub.strip_host, names))]:
+        if hub.strip_host(name) not in cached_models:
+            available = ", ".join(cached_models) or "none"
+            raise o.UsageError(f"there is no {name!r} in the cache; there is {available}")
+    for model in [cached_models[name] for name in dict.fromkeys(map(hub.strip_host, names))]:
         size = amount(model.size)
         if not yes:
             if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""`quire run`: chat with a model, or print one answer to a prompt."""
+"""`quire run`: chat with a model, or answer one prompt."""
 
 import sys
 from pathlib import Path
@@ -14,21 +14,26 @@ from .chat import MAX_TOKENS, ChatTemplate, converse
 @o.takes_sampling(MAX_TOKENS, excluded=("presence_penalty", "frequency_penalty"))
 def main(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id, or quill.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Model folder or Hugging Face model ID; quill is the bundled model.",
+        ),
     ],
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What is to be answered.")
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="Prompt to answer; without one, chat."),
     ] = None,
-    system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
+    system: Annotated[str | None, o.option("System message.", o.OUTPUT)] = None,
     chat_template: ChatTemplate = None,
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Chat with a model as `quire chat` does. With a prompt, or something on stdin, print one
-    answer and leave.
+    """Chat with a model like `quire chat`. With a prompt as argument or on stdin, print one answer
+    and exit.
 
-    With both what stdin has comes first.
+    If both are given, the text from stdin comes before the prompt.
     """
     texts = [" ".join(prompt)] if prompt else []
     if not sys.stdin.isatty():

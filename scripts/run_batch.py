@@ -1,4 +1,4 @@
-"""`quire run-batch`: answers OpenAI batch files, with all lines queued at once."""
+"""`quire run-batch`: process OpenAI batch files offline, with all requests queued at once."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ from .loading import load
 
 @dataclass
 class LineJob:
-    """A line with its requests, one for each prompt, or its error."""
+    """A line of the batch file with its engine requests, one per prompt, or its error."""
 
     line: BatchLine
     requests: list[Any] = field(default_factory=list)
@@ -42,7 +42,7 @@ def main(
     input_file: Annotated[
         Path | None,
         o.option(
-            "Requests to answer, one JSON object a line; - is stdin.",
+            "Batch input file (JSONL), one request per line; - reads stdin.",
             o.OUTPUT,
             name="--input-file -i",
         ),
@@ -50,20 +50,24 @@ def main(
     output_file: Annotated[
         Path | None,
         o.option(
-            "Where the results go, in the order of the requests; - is stdout.",
+            "Output file (JSONL), results in the order of the requests; - writes to stdout.",
             o.OUTPUT,
             name="--output-file -o",
         ),
     ] = None,
     served_model_name: Annotated[
         str | None,
-        o.option("Model name that requests may give.", o.MODEL, default_text="the model's own"),
+        o.option(
+            "Model name that requests may use in their model field.",
+            o.MODEL,
+            default_text="MODEL",
+        ),
     ] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format. A bad line gets an error; the others are
-    answered.
+    """Process a file of requests in OpenAI's batch format. An invalid line yields an error result
+    and does not affect the others.
     """
     if input_file is None or output_file is None:
         raise o.UsageError(
@@ -96,7 +100,7 @@ def main(
 
 
 def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...]) -> None:
-    """Serve all lines, and write results in order as soon as they are available."""
+    """Process all lines, and write results in input order as soon as they are available."""
     started = time.perf_counter()
     written = 0
     refused = 0
@@ -165,9 +169,11 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
         prepare = prompting.chat if isinstance(body, ChatRequest) else prompting.completion
         params = with_defaults(body.params, body.explicit_params, llm.engine.defaults)
         prepared = prepare(llm.engine, replace(body, params=params), Formats())
-        for ask in prepared.engine_requests:
-            name = str(next(llm.ids))
-            requests.append(llm.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms))
+        for prompt in prepared.engine_requests:
+            request_id = str(next(llm.ids))
+            requests.append(
+                llm.engine.add(request_id, prompt.tokens, prompt.params, prompt.text, prompt.terms)
+            )
     except RequestError as error:
         for request in requests:
             llm.engine.abort(request.request_id)
@@ -188,13 +194,13 @@ def job_result(job: LineJob, model: str) -> dict[str, Any]:
         )
     body = job.line.request
     assert not isinstance(body, RequestError)
-    chat = isinstance(body, ChatRequest)
+    is_chat = isinstance(body, ChatRequest)
     prompts = [
         replace(prompt, logprobs=output.prompt_logprobs)
         for prompt, output in zip(job.prepared.prompts, outputs, strict=True)
     ]
     head = ResponseHead(
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{name}",
+        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         model=body.model or model,
         created=int(time.time()),
         system_fingerprint=f"quire-{__version__}",
@@ -205,5 +211,5 @@ def job_result(job: LineJob, model: str) -> dict[str, Any]:
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     usage = Usage(prompt_tokens, choices.num_tokens, cached, choices.num_reasoning_tokens)
-    shape = chat_answer if chat else completion_answer
-    return result_line(job.line, request_id, shape.response(head, body, None, answers, usage))
+    protocol = chat_answer if is_chat else completion_answer
+    return result_line(job.line, request_id, protocol.response(head, body, None, answers, usage))

@@ -1,4 +1,4 @@
-"""`quire search`: write several answers to a prompt, and print the best."""
+"""`quire search`: generate several candidate answers to a prompt and print the best one."""
 
 import json
 import sys
@@ -19,30 +19,49 @@ SEARCH = "Search"
 @o.takes_sampling(MAX_TOKENS)
 def main(
     model: o.Model = None,
-    prompt: Annotated[str | None, o.option("Text to answer.", o.OUTPUT)] = None,
+    prompt: Annotated[str | None, o.option("Prompt text.", o.OUTPUT)] = None,
     prompt_file: Annotated[
-        Path | None, o.option("File with the text to answer; - is stdin.", o.OUTPUT)
+        Path | None, o.option("File with the prompt; - reads stdin.", o.OUTPUT)
     ] = None,
     chat: Annotated[
         bool,
-        o.option("The text is a message: put it by the chat template.", o.OUTPUT, name="--chat"),
+        o.option(
+            "Send the prompt as a user message, formatted by the chat template.",
+            o.OUTPUT,
+            name="--chat",
+        ),
     ] = False,
     as_json: Annotated[
         bool, o.option("Print all candidates as one JSON object.", o.OUTPUT, name="--json")
     ] = False,
-    method: Annotated[str, o.option("best_of_n, majority or beam.", SEARCH)] = "best_of_n",
-    n: Annotated[int, o.option("Answers; of beam beginnings in a round.", SEARCH)] = 8,
+    method: Annotated[
+        str, o.option("Search method: best_of_n, majority (vote) or beam.", SEARCH)
+    ] = "best_of_n",
+    n: Annotated[
+        int, o.option("Candidates to generate; for beam, partial answers per step.", SEARCH)
+    ] = 8,
     reward_model: Annotated[
         str | None,
-        o.option("A model with one class, which says how good answers are.", SEARCH, "MODEL"),
+        o.option(
+            "Reward model (sequence classifier with one label) that scores candidates.",
+            SEARCH,
+            "MODEL",
+        ),
     ] = None,
-    width: Annotated[int, o.option("beam: how many beginnings go on.", SEARCH)] = 2,
-    step: Annotated[str, o.option(r"beam: where a step ends; \n is a line's end.", SEARCH)] = r"\n",
-    max_steps: Annotated[int, o.option("beam: steps of an answer, at most.", SEARCH)] = 16,
+    width: Annotated[
+        int, o.option("For beam: beam width, the partial answers kept after each step.", SEARCH)
+    ] = 2,
+    step: Annotated[
+        str, o.option(r"For beam: text that ends a step; \n is a newline.", SEARCH)
+    ] = r"\n",
+    max_steps: Annotated[
+        int, o.option("For beam: maximum number of steps per answer.", SEARCH)
+    ] = 16,
     answer: Annotated[
         str | None,
         o.option(
-            "majority: what an answer says, the last match or its group.",
+            "For majority: regular expression that extracts the final answer to vote on (the last "
+            "match, or its first group).",
             SEARCH,
             "PATTERN",
             "the whole text",
@@ -52,9 +71,9 @@ def main(
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Write several answers and print the best: the one with most reward, or the one that most say.
+    """Generate several candidates and print the best: by reward model score, or by majority vote.
 
-    What was spent goes to stderr.
+    Prints the token counts to stderr.
     """
     text = read_prompt(prompt, prompt_file)
     prompt_or_messages: Any = [{"role": "user", "content": text}] if chat else text

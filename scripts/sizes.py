@@ -1,4 +1,4 @@
-"""Sizes on the command line."""
+"""Parsing of sizes on the command line."""
 
 import typer
 
@@ -6,8 +6,8 @@ from ..serving.api.sizes import FORM, parse_size
 
 
 def size(text: str) -> int:
-    """Parse a size such as `32K`; `-1` is accepted where a command gives it a meaning."""
-    if isinstance(text, int):  # a default goes through the same parser
+    """Parse a size such as `32K`. `-1` is valid too: some options give it a meaning."""
+    if isinstance(text, int):  # a default value goes through the same parser
         return text
     value = parse_size(text)
     if value is None:

@@ -1,4 +1,4 @@
-"""Tables in the output of commands."""
+"""Text tables for command output."""
 
 
 def length_name(tokens: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Conversations in a terminal: typed or pasted messages, and answers rendered as Markdown."""
+"""Terminal interface for conversations: message input, and answers rendered as Markdown."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -6,12 +6,12 @@ from time import perf_counter
 from typing import Any
 
 FENCE = '"""'
-FRAME_SECONDS = 0.08  # between two renderings of a growing answer
+FRAME_SECONDS = 0.08  # minimum time between two renderings of a streamed answer
 CODE_THEME = "ansi_dark"  # the terminal's own colours
 
 
 class MessageReader:
-    """Reads messages from the terminal. Pasted text is one message, however many lines it has."""
+    """Reads messages from the terminal; text pasted at once is one message, even with newlines."""
 
     def __init__(self):
         from prompt_toolkit import PromptSession
@@ -21,7 +21,7 @@ class MessageReader:
         keys = KeyBindings()
 
         @keys.add("enter")
-        @keys.add("c-j")  # Enter typed during an answer
+        @keys.add("c-j")  # Enter typed while an answer was being printed
         def send(event) -> None:
             text = event.current_buffer.text
             if has_open_fence(text):
@@ -50,7 +50,7 @@ class MessageReader:
 
 
 def has_open_fence(text: str) -> bool:
-    """Whether a message begins with a fence that is not closed yet."""
+    """Whether a message starts with a fence that is not closed yet."""
     stripped = text.strip()
     return stripped.startswith(FENCE) and (
         len(stripped) < 2 * len(FENCE) or not stripped.endswith(FENCE)
@@ -58,7 +58,7 @@ def has_open_fence(text: str) -> bool:
 
 
 class PlainAnswer:
-    """An answer as plain text, for files and pipes."""
+    """Prints a streamed answer as plain text, for files and pipes."""
 
     def __init__(self):
         self.text = ""
@@ -69,15 +69,16 @@ class PlainAnswer:
         self.text = text
 
     def stop(self) -> None:
-        """Does nothing: plain text needs no clearing."""
+        """No-op: plain text needs no clearing."""
 
     def finish(self) -> None:
         print()
 
 
 class RenderedAnswer:
-    """An answer as Markdown. Complete blocks are printed permanently; the last is redrawn as it
-    grows.
+    """Renders a streamed answer as Markdown.
+
+    Complete blocks are printed once; the last block is redrawn as it grows.
     """
 
     def __init__(self, console: Any = None):
@@ -89,8 +90,8 @@ class RenderedAnswer:
         self.live = Live(console=self.console, auto_refresh=False, transient=True, **unchanged)
         self.live.start()
         self.text = ""
-        self.num_printed = 0  # blocks
-        self.next_frame = 0.0
+        self.num_printed = 0  # complete blocks printed so far
+        self.next_frame = 0.0  # earliest time of the next redraw
 
     def update(self, text: str) -> None:
         self.text = text
@@ -104,14 +105,14 @@ class RenderedAnswer:
         self.next_frame = perf_counter() + max(FRAME_SECONDS, 10 * (perf_counter() - began))
 
     def stop(self) -> None:
-        """Clear the drawing of the last block."""
+        """Clear the last block from the terminal."""
         self.live.stop()
 
     def finish(self) -> None:
         self.print_blocks(parse_blocks(self.text))
 
     def print_blocks(self, blocks: Sequence[Any]) -> None:
-        """Print new complete blocks above the growing one."""
+        """Print complete blocks that are not printed yet, above the last one."""
         for block in blocks[self.num_printed :]:
             if self.num_printed:
                 self.console.print()
@@ -119,13 +120,13 @@ class RenderedAnswer:
             self.num_printed += 1
 
     def lines(self, block: list[Any]) -> list[list[Any]]:
-        """The rendered lines of a block, without the spaces that rich pads lines with."""
+        """The rendered lines of a block, without rich's padding."""
         rendered = self.console.render_lines(markdown(block), pad=False)
         return [without_trailing_spaces(line) for line in rendered]
 
 
 def join_lines(lines: list[list[Any]]) -> Any:
-    """Join lines of segments for printing."""
+    """Join lines of rich segments with newlines, for printing."""
     from rich.segment import Segment, Segments
 
     segments = [segment for line in lines for segment in (Segment.line(), *line)]
@@ -142,7 +143,7 @@ def without_trailing_spaces(line: list[Any]) -> list[Any]:
 
 
 def parse_blocks(text: str) -> list[list[Any]]:
-    """The tokens of each block of a Markdown text; HTML is plain text, and line breaks are kept."""
+    """The parser tokens of each Markdown block; HTML is plain text, and line breaks are kept."""
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -158,7 +159,7 @@ def parse_blocks(text: str) -> list[list[Any]]:
 
 
 def markdown(tokens: list[Any]) -> Any:
-    """A block of tokens as a rich renderable."""
+    """A rich renderable for the parser tokens of one block."""
     from rich.markdown import Markdown
 
     rendered = Markdown("", code_theme=CODE_THEME, hyperlinks=False)

@@ -1,3 +1,3 @@
-"""Developer tools, outside of the wheel: `python -m tools.peers.compare`, from the repository
-root.
+"""Developer tools, not part of the wheel. Run from the repository root: `python -m
+tools.peers.compare`.
 """

@@ -39,8 +39,8 @@ class AdaptedMatrix(NamedTuple):
         output_indices = np.broadcast_to(np.arange(outputs)[:, None], self.shape)
         input_indices = np.broadcast_to(np.arange(inputs)[None], self.shape)
         size = math.prod(into)
-        out_O = self.source.turn(output_indices).reshape(size, -1)[0]
-        in_I = self.source.turn(input_indices).reshape(size, -1)[:, 0]
+        out_O = self.source.transform(output_indices).reshape(size, -1)[0]
+        in_I = self.source.transform(input_indices).reshape(size, -1)[:, 0]
         for order in (out_O, in_I):
             if order.dtype.kind != "i" or not np.array_equal(np.sort(order), np.arange(len(order))):
                 raise ModelError(
@@ -251,7 +251,7 @@ def make_head_target(config: ModelConfig) -> AdapterTarget | None:
     (source_tensor,) = weight_sources(replace(config, tied=False)).head_VD.parts
     spec = replace(head_VD, shape=head_VD.shape[::-1], axes=head_VD.axes[::-1], inputs=(0,))
     target = make_target(
-        spec, Source((replace(source_tensor, turn=lambda x: source_tensor.turn(x).T),))
+        spec, Source((replace(source_tensor, transform=lambda x: source_tensor.transform(x).T),))
     )
     return target and replace(target, is_head=True)
 

@@ -26,7 +26,7 @@ def read_leaf(
             continue
         value = tensor.mapped() if is_partial and isinstance(tensor, Tensor) else tensor.read()
         try:
-            value = source.turn(value)
+            value = source.transform(value)
         except FormatError as error:
             raise ModelError(f"tensor {source.name!r} {error}") from None
         if (
@@ -49,7 +49,7 @@ def leaf_to_tensors(sources, leaf: np.ndarray) -> dict[str, np.ndarray]:
     tensors = {}
     for source in sources:
         # Reading permutes the elements: an array of indices sent through it gives the permutation.
-        indices = source.turn(np.arange(math.prod(source.shape)).reshape(source.shape)).astype(
+        indices = source.transform(np.arange(math.prod(source.shape)).reshape(source.shape)).astype(
             np.int64
         )
         flat = np.empty(indices.size, leaf.dtype)

@@ -52,7 +52,7 @@ def split_by_expert(
     (first, *other_sources) = sources
     sources_by_expert = [[] for _ in range(E)]
     if first.at == () and not other_sources:  # all experts in one tensor
-        single = replace(first, turn=lambda x: first.turn(x)[0])
+        single = replace(first, transform=lambda x: first.transform(x)[0])
         yield from (((single,), {first.name: tensors[first.name].cut(e)}) for e in range(E))
         return
     for source in sources:

@@ -115,9 +115,9 @@ def class_row_differences(family: Any, sources: ModelWeights, config: ModelConfi
     signs_C21 = np.where(ids_C2 < 0, 0, [1, -1])[..., None]
 
     def turned(x: np.ndarray) -> np.ndarray:
-        return (table.turn(x)[ids_C2].astype(np.float32) * signs_C21).sum(1).T
+        return (table.transform(x)[ids_C2].astype(np.float32) * signs_C21).sum(1).T
 
-    return Source((replace(table, turn=turned),))
+    return Source((replace(table, transform=turned),))
 
 
 def weight_sources(family: Any, config: ModelConfig) -> ModelWeights:

@@ -1,9 +1,9 @@
-"""Model families, one file each, by the `model_type` of a checkpoint's config.json.
+"""Model families, one module each, by the `model_type` in a checkpoint's config.json.
 
-A family's module has `config(hf, max_len) -> ModelConfig` and `sources(config)`, a weight tree with
-a `Source` for each leaf. Where its checkpoints need it, it also has `canonical(name)`, the common
-name of a tensor that goes by several, and `ignored(name, config)`, whether a tensor is not loaded.
-`wrapper.py` opens the text part of multimodal models.
+A family's module defines `config(hf, max_len) -> ModelConfig`, and `sources(config)`, a weight tree
+whose leaves are `Source`. Optional functions are `canonical(name)`, which maps alternative names of
+a tensor to one name, and `ignored(name, config)`, whether a tensor is not loaded. `wrapper.py`
+loads the text model of multimodal models.
 """
 
 FAMILIES = {
@@ -75,7 +75,7 @@ FAMILIES = {
     "xlm-roberta": ".bert",
 }
 
-# Why a requested model has no family.
+# Model types without a family -> the reason.
 UNSUPPORTED = {
     "bailing_moe": "transformers has no model to compare it with",
     "bailing_moe_v2": "transformers has no model to compare it with",

@@ -12,7 +12,7 @@ from ..config import Attention, Dense, Layer, Mlp, ModelConfig
 from ..weights import LayerWeights, ModelWeights
 from .common import Keys, attention_sources, mlp_sources, model_config, scale, tensor
 
-NAMES = {  # tensors of a layer
+NAMES = {  # tensor names of a layer
     "attention.self.query": "self_attn.q_proj", "attention.self.key": "self_attn.k_proj",
     "attention.self.value": "self_attn.v_proj", "attention.output.dense": "self_attn.o_proj",
     "attention.output.LayerNorm": "post_attention_layernorm", "intermediate.dense": "mlp.up_proj",
@@ -100,7 +100,7 @@ def layer(config: ModelConfig, index: int) -> LayerWeights:
 
 
 def sources(config: ModelConfig) -> ModelWeights:
-    # RoBERTa's first rows of position embeddings are unused: they are rolled to the end.
+    # RoBERTa does not use the first rows of the position embeddings: they are rolled to the end.
     V = config.vocab_size
     D = config.dim
     num_rows = config.positions
@@ -119,9 +119,7 @@ def sources(config: ModelConfig) -> ModelWeights:
 
 
 def class_head(hf: dict, config: ModelConfig):
-    """The pooling, the dense layers before the classifier, and the name of the classifier's
-    tensor.
-    """
+    """(pooling, dense layers before the classifier, name of the classifier's tensor)."""
     D = config.dim
     is_bert = config.family == "bert"
     dense = Dense("pooler.dense" if is_bert else "classifier.dense", D, D, "tanh", True)
@@ -138,7 +136,7 @@ def canonical(name: str) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The language-model head, and a pooler that is not used for classes."""
+    """Whether a tensor is not loaded: the LM head, and a pooler without a classifier."""
     return (
         name.startswith(("cls.", "lm_head."))
         or name.endswith("position_ids")

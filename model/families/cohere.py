@@ -6,7 +6,7 @@ from functools import partial
 from ..config import Attention, ModelConfig
 from .common import Keys, layer_types, layers_by_type, model_config, model_sources
 
-HARMLESS = {  # keys about the training code, and their only possible values
+HARMLESS = {  # keys about the training code -> the only value that is supported
     "use_embedding_sharing": True,
     "use_gated_activation": True,
     "use_parallel_block": True,

@@ -1,4 +1,4 @@
-"""What families share: checkpoint names of weights, layers by type, and common config keys."""
+"""Shared code of model families: checkpoint names of weights, layers by type, config keys."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -14,52 +14,49 @@ from .config_keys import Keys
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a checkpoint: its shape there, the `turn` to the leaf's layout, and where in the
-    leaf it goes.
-    """
+    """A tensor of a checkpoint that fills a leaf of the weight tree, or a part of it."""
 
     name: str
-    shape: tuple[int, ...]
-    turn: Callable[[np.ndarray], np.ndarray] = lambda x: x  # stacked: any number of experts
-    at: Any = ()  # a NumPy index into the leaf
+    shape: tuple[int, ...]  # in the checkpoint
+    # To the leaf's layout. Transforms of stacked experts accept any number of experts.
+    transform: Callable[[np.ndarray], np.ndarray] = lambda x: x
+    at: Any = ()  # NumPy index into the leaf
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors that make up one leaf of the weight tree. A family's `sources(config)` returns a
-    tree of these.
-    """
+    """The tensors of a checkpoint that make up one leaf of the weight tree."""
 
     parts: tuple[SourceTensor, ...]
-    whole: tuple[SourceTensor, ...] = ()  # instead of `parts`, if all experts are one tensor
+    whole: tuple[SourceTensor, ...] = ()  # alternative: one tensor with all experts stacked
 
     def found_in(self, names) -> tuple[SourceTensor, ...]:
-        """The form in which a checkpoint with tensors of these names stores the leaf."""
+        """The tensors that fill the leaf in a checkpoint with tensors of these names."""
         return self.whole if self.whole and self.whole[0].name in names else self.parts
 
 
 def tensor(
-    name: str, shape: tuple[int, ...], turn: Callable[[np.ndarray], np.ndarray] = lambda x: x
+    name: str, shape: tuple[int, ...], transform: Callable[[np.ndarray], np.ndarray] = lambda x: x
 ) -> Source:
-    """A leaf that is a single tensor."""
-    return Source((SourceTensor(name, shape, turn),))
+    """The source of a leaf that is a single tensor."""
+    return Source((SourceTensor(name, shape, transform),))
 
 
 def scale(name: str, size: int, offset: float = 0.0) -> Source:
-    """A norm's scale; Gemma's checkpoints store `scale - 1`: an offset of 1."""
+    """The source of a norm's scale; Gemma's checkpoints store `scale - 1`, so `offset` is 1."""
     return tensor(name, (size,), lambda x: x.astype(np.float32) + offset)
 
 
 def linear(out: tuple[int, ...], into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
-    """Converts a torch linear weight [out, in] to [*in, *out]."""
+    """The transform of a torch linear weight [out, in] to [*in, *out]."""
     return lambda x: x.T.reshape(*into, *out)
 
 
 def deinterleave_rotary(x: np.ndarray, first: int, last: int) -> np.ndarray:
-    """Move interleaved rotary pairs in x[..., first:last] half that width apart.
+    """Reorder interleaved rotary pairs in x[..., first:last] to split halves.
 
-    The rotary embedding pairs the first half with the second. Scores do not change if queries and
-    keys are both moved.
+    The decoder's rotary embedding pairs the first half with the second. Attention scores do not
+    change if queries and keys are reordered alike.
     """
     return np.concatenate(
         [x[..., :first], x[..., first:last:2], x[..., first + 1 : last : 2], x[..., last:]], axis=-1
@@ -67,7 +64,7 @@ def deinterleave_rotary(x: np.ndarray, first: int, last: int) -> np.ndarray:
 
 
 def move_gates_first(x: np.ndarray) -> np.ndarray:
-    """From [..., 2N, H] with each head's query before its gate to all gates, then all queries."""
+    """Reorder [..., 2N, H] from (query, gate) of each head to all gates, then all queries."""
     *lead, N, H = x.shape
     return x.reshape(*lead, N // 2, 2, H).swapaxes(-3, -2)[..., ::-1, :, :].reshape(x.shape)
 
@@ -80,8 +77,15 @@ def attention_sources(
     norm_offset: float = 0.0,
     interleaved: bool = False,
 ) -> AttentionWeights:
-    """Attention with Llama's names. `fused`: one qkv_proj; `interleaved`: see
-    `deinterleave_rotary`.
+    """The sources of attention weights with Llama's names.
+
+    Args:
+        a: The attention.
+        D: The model's hidden size.
+        prefix: Prefix of the tensors' names.
+        fused: Queries, keys and values are one tensor, qkv_proj.
+        norm_offset: See `scale`.
+        interleaved: The rotary pairs are interleaved; see `deinterleave_rotary`.
     """
     has_scale = a.qk_norm not in (None, "plain")
     assert not (interleaved and (fused or has_scale)), (
@@ -90,7 +94,7 @@ def attention_sources(
     N = a.heads
     K = a.kv_heads
     H = a.head_dim
-    Q = 2 * N if a.out_gate else N  # the tensor holds each head's query and output gate
+    Q = 2 * N if a.out_gate else N  # with an output gate, q_proj holds query and gate of each head
     head_ranges = {"q": (0, Q)}
     if a.kv_source is None:
         head_ranges["k"] = (Q, K)
@@ -100,12 +104,14 @@ def attention_sources(
     rotary = 2 * len(a.rope.inv_freq) if interleaved and a.rope is not None else 0
 
     def heads(
-        name: str, turn: Callable[[np.ndarray], np.ndarray]
+        name: str, transform: Callable[[np.ndarray], np.ndarray]
     ) -> Callable[[np.ndarray], np.ndarray]:
         if name == "q" and a.out_gate:
-            return lambda x: move_gates_first(turn(x))
+            return lambda x: move_gates_first(transform(x))
         return (
-            turn if name == "v" or not rotary else lambda x: deinterleave_rotary(turn(x), 0, rotary)
+            transform
+            if name == "v" or not rotary
+            else lambda x: deinterleave_rotary(transform(x), 0, rotary)
         )
 
     if fused:
@@ -148,7 +154,9 @@ def attention_sources(
 
 
 def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeights:
-    """gate_proj, up_proj and down_proj. `fused`: one gate_up_proj."""
+    """The sources of gate_proj, up_proj and down_proj; with `fused`, the first two are one tensor,
+    gate_up_proj.
+    """
     F = mlp.dim
     names = ("gate", "up") if mlp.gated else ("up",)
     assert not (fused and mlp.bias), "fused gate_up_proj with biases is not supported"
@@ -173,8 +181,8 @@ def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeight
 def expert_sources(
     moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Source]:
-    """The matrices of all experts: three tensors for each expert, or two stacked ones (Transformers
-    5).
+    """The sources of the experts' matrices: three tensors per expert, or two tensors with all
+    experts stacked (Transformers 5).
     """
     E = moe.experts
     F = moe.dim
@@ -220,7 +228,7 @@ def moe_sources(
     choice_bias: str = "gate.e_score_correction_bias",
     experts=("gate_proj", "up_proj", "down_proj"),
 ) -> MoeWeights:
-    """Experts and router, by the names of most checkpoints."""
+    """The sources of experts and router, with the names of most checkpoints."""
     E = moe.experts
     bias = Source((SourceTensor(f"{prefix}.{choice_bias}", (E,)),)) if moe.choice_bias else None
     return MoeWeights(
@@ -230,7 +238,7 @@ def moe_sources(
     )
 
 
-# By field of LayerWeights: the norm's name in a checkpoint.
+# Field of LayerWeights -> name of the norm in a checkpoint.
 LLAMA_NORMS = {
     "pre_attention_norm_D": "input_layernorm",
     "pre_mlp_norm_D": "post_attention_layernorm",
@@ -257,12 +265,18 @@ def layer_sources(
     interleaved: bool = False,
     state: Callable[[Any, int, str], Any] | None = None,
 ) -> LayerWeights:
-    """A layer with the common names, of which families replace what differs.
+    """The sources of a layer with the common names; families replace those that differ.
 
     Args:
-        fused: projections that the checkpoint stores in one tensor: "qkv", "gate_up".
-        state: returns the sources of a recurrent mixer, called with the mixer, D and the layer's
-            prefix.
+        config: The model's config.
+        index: Index of the layer.
+        prefix: Prefix of the model's tensor names.
+        norms: Field of LayerWeights -> name of the norm.
+        norm_offset: See `scale`.
+        fused: Projections that the checkpoint stores in one tensor: "qkv", "gate_up".
+        interleaved: The rotary pairs are interleaved.
+        state: Returns the sources of a recurrent mixer; called with (mixer, hidden size, layer
+            prefix).
     """
     layer = config.layers[index]
     D = config.dim
@@ -295,8 +309,15 @@ def sparse_layer_sources(
     names: Any = None,
     **options,
 ) -> LayerWeights:
-    """A layer that may have experts. `names` are arguments of `moe_sources`; `shared` names the
-    shared experts.
+    """The sources of a layer that may have experts.
+
+    Args:
+        config: The model's config.
+        index: Index of the layer.
+        prefix: Prefix of the model's tensor names.
+        shared: Name of the shared experts' module.
+        names: Keyword arguments of `moe_sources`.
+        options: Keyword arguments of `layer_sources`.
     """
     weights = layer_sources(config, index, prefix, **options)
     layer = config.layers[index]
@@ -329,7 +350,7 @@ def model_sources(
 
 
 def layer_types(keys: Keys, count: int, default: list[str]) -> list[str]:
-    """The key `layer_types`, or the family's default."""
+    """The value of the key `layer_types`, or `default`."""
     kinds = keys("layer_types", None) or default
     if len(kinds) != count:
         raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {count} layers")
@@ -351,7 +372,7 @@ def layers_by_type(
     max_len: int,
     **fields,
 ) -> tuple[Layer, ...]:
-    """One layer for each of `kinds`; `sliding` attention gets the window."""
+    """One layer for each entry of `kinds`; layers of kind "sliding_attention" get the window."""
     if "sliding_attention" in kinds and window is None:
         raise ModelError(
             "config.json: layer_types names sliding_attention, but no sliding_window is in use"
@@ -365,8 +386,8 @@ def layers_by_type(
 
 
 def effective_window(window: int | None, max_len: int) -> int | None:
-    """The window, or None if no sequence is longer: the layer then shares KV pages with full
-    attention.
+    """The window, or None if no sequence can be longer, so that the layer shares the KV cache group
+    of full attention.
     """
     return None if window is None or window >= max_len else window
 
@@ -374,8 +395,9 @@ def effective_window(window: int | None, max_len: int) -> int | None:
 def model_config(
     keys: Keys, family: str, layers: tuple[Layer, ...], max_len: int, **fields
 ) -> ModelConfig:
-    """The `ModelConfig` from the keys that all families share; `fields` of the family take
-    precedence.
+    """Make the `ModelConfig` from the keys that all families share; `fields` take precedence.
+
+    Raises ModelError if config.json has keys that were not read.
     """
     common = {
         "vocab_size": lambda: keys.count("vocab_size"),

@@ -1,4 +1,4 @@
-"""Strict reading of config.json: a key that the family does not read is an error."""
+"""Strict reading of config.json: a key that the family does not read raises an error."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ..config import Mlp, ModelError, Rope
 from . import rope
 
-# Keys that do not affect the forward pass: training, generation, and the code that wrote the file.
+# Keys that do not affect the forward pass: about training, generation and the exporting code.
 HARMLESS = {
     "architectures",
     "model_type",
@@ -60,9 +60,9 @@ HARMLESS = {
     "num_return_sequences",
     "early_stopping",
 }
-INSIDE = "_inside"  # names the key of the outer config.json that holds these keys
-TRAINING = ("dropout", "pdrop", "initializer")  # substrings of names
-SPECIAL = ("_token_id", "_token_ids")  # endings of names
+INSIDE = "_inside"  # key added to a nested config: its key in the outer config.json
+TRAINING = ("dropout", "pdrop", "initializer")  # substrings of keys about training
+SPECIAL = ("_token_id", "_token_ids")  # suffixes of keys of special tokens
 HARMLESS_VALUES = {"activation": "swiglu"}  # repeats `hidden_act`
 
 ACTIVATION_NAMES = {
@@ -77,8 +77,9 @@ ACTIVATION_NAMES = {
 
 
 class Keys:
-    """A config.json, or a section of it, that is read key by key; `done` rejects keys that were not
-    read.
+    """Reads a config.json, or a section of it, key by key and records which keys were read.
+
+    `done` raises an error for keys that were not read.
     """
 
     def __init__(self, hf: dict[str, Any], inside: str | None = None):
@@ -87,7 +88,7 @@ class Keys:
         self.read = set(HARMLESS)
 
     def __call__(self, name: str, default: Any = ...):
-        """The value of a key. A missing or null key gives the default, or an error without one."""
+        """The value of a key, or the default if it is missing or null; raises without a default."""
         self.read.add(name)
         value = self.hf.get(name)
         if value is not None:
@@ -115,9 +116,7 @@ class Keys:
         return value
 
     def heads(self, head_dim: int | None = None) -> dict[str, Any]:
-        """The fields that every `Attention` needs: numbers of heads, head size and the usual
-        scale.
-        """
+        """The fields of every `Attention`: numbers of heads, head size and the usual scale."""
         N = self.count("num_attention_heads")
         H = self.count("head_dim", head_dim or self.count("hidden_size") // N)
         return {
@@ -128,7 +127,7 @@ class Keys:
         }
 
     def mlp(self, **fields: Any) -> Mlp:
-        """The dense feed-forward block, by the names of most files."""
+        """The MLP, from the keys that most families use; `fields` take precedence."""
         activation = self.activation("hidden_act")
         return Mlp(
             self.count("intermediate_size"),
@@ -149,7 +148,7 @@ class Keys:
             )
 
     def activation(self, *names: str) -> str:
-        """The activation that the first of these keys with a value names; silu by default."""
+        """The activation named by the first of these keys that has a value; silu by default."""
         value = next((v for name in names if (v := self(name, None)) is not None), "silu")
         if value not in list(ACTIVATION_NAMES):
             raise ModelError(
@@ -191,13 +190,16 @@ class Keys:
         theta: float = 10000.0,
         ignores_old_keys: bool = False,
     ) -> Rope | None:
-        """The rotary embedding from `rope_parameters` (new), or from `rope_theta` and
-        `rope_scaling` (old).
+        """The rotary embedding from `rope_parameters` (Transformers 5), or from `rope_theta` and
+        `rope_scaling` (older).
 
         Args:
-            layer_type: in the new form each type of layer has its own parameters.
-            ignores_old_keys: the old keys do not apply to this type, which then uses base `theta`
-                without scaling.
+            head_dim: Head size.
+            max_len: Maximum length of a sequence.
+            layer_type: Layer type whose parameters to read, if `rope_parameters` has several sets.
+            theta: Default base.
+            ignores_old_keys: The older keys do not apply to this layer type; without
+                `rope_parameters` it has the base `theta` and no scaling.
         """
         old_theta = self("rope_theta", theta)
         rope_scaling = self("rope_scaling", None)
@@ -227,14 +229,14 @@ class Keys:
             params["original_max_position_embeddings"] = (
                 original_len or params.get("original_max_position_embeddings") or declared_len
             )
-        if rope_type == "dynamic":  # the base grows beyond the declared length
+        if rope_type == "dynamic":  # the base grows for lengths beyond the declared one
             params["original_max_position_embeddings"] = declared_len
         if rope_type in ("yarn", "longrope") and params.get("factor") is None:
             params["factor"] = declared_len / params["original_max_position_embeddings"]
         return rope.build(params, head_dim, max_len)
 
     def harmless(self, name: str, value: Any) -> bool:
-        """Whether a key that was not read cannot affect the result."""
+        """Whether an unread key cannot affect the result."""
         if (
             not value
             or name.startswith("_")
@@ -252,12 +254,12 @@ class Keys:
         return HARMLESS_VALUES.get(name) == value
 
     def unknown(self) -> list[str]:
-        """The keys that were not read and may affect the result."""
+        """The unread keys that may affect the result."""
         unread = [name for name in self.hf if name not in self.read]
         return sorted(name for name in unread if not self.harmless(name, self.hf[name]))
 
     def done(self) -> None:
-        """Raise if config.json has keys that were not read and may affect the result."""
+        """Raise ModelError if config.json has unread keys that may affect the result."""
         if not (unknown := self.unknown()):
             return
         model_type = self.hf.get("model_type")
@@ -280,13 +282,13 @@ class Keys:
 
 
 def format_value(value: Any) -> str:
-    """A short form of a value for an error message."""
+    """The repr of a value for an error message, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_type(name: str, value: Any, default: Any) -> Any:
-    """The value, if it has the same JSON type as the default."""
+    """Return the value; raises ModelError unless it has the same JSON type as the default."""
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     kind = (int, float) if is_number else object if default in (None, ...) else type(default)
     if not isinstance(value, kind) or (is_number and isinstance(value, bool)):

@@ -67,14 +67,14 @@ def latent_attention(keys: Keys, max_len: int) -> LatentAttention:
 
 
 def yarn_score_scale(rope: dict[str, Any]) -> float:
-    """The factor by which yarn's extended context multiplies the scale of attention scores."""
+    """The factor that YaRN applies to the scale of attention scores."""
     mscale = rope.get("mscale_all_dim")
     factor = rope.get("factor") or 1.0
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if mscale and factor > 1 else 1.0
 
 
 def softmax_experts(keys: Keys, activation: str) -> Moe:
-    """V2: a group's score is the score of its best expert."""
+    """DeepSeek V2's softmax routing: a group's score is the score of its best expert."""
     method = keys("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(
@@ -94,8 +94,8 @@ def softmax_experts(keys: Keys, activation: str) -> Moe:
 
 
 def sigmoid_experts(keys: Keys, activation: str) -> Moe:
-    """V3: a learned bias affects only the selection; a group's score is the sum of its two best
-    experts.
+    """DeepSeek V3's sigmoid routing: a learned bias affects only the selection; a group's score is
+    the sum of its two best experts.
     """
     keys.refuse("topk_method", "noaux_tc")
     keys.refuse("scoring_func", "sigmoid")
@@ -132,20 +132,20 @@ def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
     kv_name = "kv_a_proj_with_mqa"
 
     def split_pairs(x: np.ndarray) -> np.ndarray:
-        """With the rotary pairs, which are at the end of the last axis, parted."""
+        """Deinterleave the rotary pairs, which are at the end of the last axis."""
         return deinterleave_rotary(x, x.shape[-1] - a.rope_dim, x.shape[-1]) if a.interleaved else x
 
-    def kv_up(turn: Callable[[np.ndarray], np.ndarray]) -> Source:
+    def kv_up(transform: Callable[[np.ndarray], np.ndarray]) -> Source:
         return tensor(
-            f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x.reshape(N, KV, A))
+            f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: transform(x.reshape(N, KV, A))
         )
 
     def projection(
         name: str, out: tuple[int, ...], into: tuple[int, ...], then=lambda x: x
     ) -> Source:
         shape = (math.prod(out), math.prod(into))
-        turn = linear(out, into)
-        return tensor(f"{prefix}.{name}.weight", shape, lambda x: then(turn(x)))
+        transform = linear(out, into)
+        return tensor(f"{prefix}.{name}.weight", shape, lambda x: then(transform(x)))
 
     return LatentWeights(
         q_down_DA=projection("q_a_proj", (rank,), (D,)) if a.q_rank else None,
@@ -182,7 +182,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The multi-token-prediction layers after the last layer."""
+    """Whether a tensor is not loaded: the MTP layers after the last layer."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and int(match[1]) >= len(config.layers)
 

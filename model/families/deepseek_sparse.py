@@ -80,7 +80,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def layer_indexers(keys: Keys, kind: str, L: int) -> list[Any]:
-    """The indexer of each layer; GLM-5's layers may reuse the selection of the layer before."""
+    """The indexer of each layer; GLM-5's layers may reuse the previous layer's selection."""
     is_glm = kind == "glm_moe_dsa"
     indexer = Indexer(
         count=keys.count("index_topk", 2048),
@@ -113,12 +113,12 @@ def indexer_sources(a: LatentAttention, D: int, prefix: str) -> IndexerWeights |
     rank = a.q_rank or D
 
     def split_pairs(x: np.ndarray) -> np.ndarray:
-        """With the rotary pairs, which are at the beginning of the last axis, split_pairs."""
+        """Deinterleave the rotary pairs, which are at the beginning of the last axis."""
         return deinterleave_rotary(x, 0, a.rope_dim) if indexer.interleaved else x
 
     def from_linear(out: tuple[int, ...], into: int):
-        turn = linear(out, (into,))
-        return lambda x: split_pairs(turn(x))
+        transform = linear(out, (into,))
+        return lambda x: split_pairs(transform(x))
 
     def norm_source(name: str):
         return tensor(
@@ -151,8 +151,8 @@ sources = partial(model_sources, layer=layer)
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """Multi-token-prediction layers, and indexers of models served with contexts that need no
-    selection.
+    """Whether a tensor is not loaded: MTP layers, and indexers if the maximum length is so short
+    that they would select every token.
     """
     if deepseek.ignored(name, config):
         return True

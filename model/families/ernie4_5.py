@@ -27,7 +27,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def expert_layers(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
-    """All layers, most of which have experts."""
+    """All layers; config.json has the interval and range of the layers with experts."""
     keys.refuse("moe_gate", "topk")
     keys.refuse("moe_use_aux_free", True)
     keys.ignore("moe_capacity", "moe_norm_min", "moe_num_experts_per_device")  # training only
@@ -56,7 +56,7 @@ def expert_layers(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The multi-token-prediction layers."""
+    """Whether a tensor is not loaded: the MTP layers."""
     return name.startswith("model.mtp_")
 
 

@@ -43,7 +43,7 @@ def windowed_config(
     sliding: Attention,
     context_length: int,
 ) -> ModelConfig:
-    """The configuration of a model whose layers have blocks of one size."""
+    """The config of a Gemma model whose layers all have the same MLP size."""
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
     window = keys.count("sliding_window", None)
     layers = layers_by_type(kinds, mlp, full, sliding, window, context_length, post_norm=True)
@@ -53,7 +53,7 @@ def windowed_config(
 def gemma_config(
     keys: Keys, family: str, layers: tuple[Layer, ...], context_length: int, **fields
 ) -> ModelConfig:
-    """The configuration from keys that all Gemma models share."""
+    """The config from the keys that all Gemma models share."""
     return model_config(
         keys,
         family,

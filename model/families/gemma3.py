@@ -16,7 +16,7 @@ MISSING = {  # defaults: the larger models omit most keys
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(MISSING | hf)
     both_ways = keys("use_bidirectional_attention", False)
-    if both_ways:  # the key counts both sides
+    if both_ways:  # bidirectional: the key counts both sides of the window
         keys.hf["sliding_window"] = keys.count("sliding_window") // 2 + 1
     keys.refuse("attn_logit_softcapping")
     context_length = keys.count("max_position_embeddings", 131072)

@@ -85,8 +85,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:
-    """The layer whose KV cache each layer reads: the last `num_kv_shared_layers` reuse the last one
-    of their kind.
+    """The layer whose KV cache each layer reads, or None for its own.
+
+    The last `num_kv_shared_layers` layers share the cache of the last layer of their kind before.
     """
     num_shared = keys("num_kv_shared_layers", 0)
     owner_kinds = kinds[: max(0, len(kinds) - num_shared)]
@@ -110,7 +111,7 @@ def head_sizes(keys: Keys, kinds: list[str]) -> list[tuple[int, int]]:
     sizes_by_layer = {
         str(index): global_sizes for index, kind in enumerate(kinds) if kind == "full_attention"
     }
-    sizes_by_layer = keys("per_layer_config", sizes_by_layer)  # newer files state it
+    sizes_by_layer = keys("per_layer_config", sizes_by_layer)  # explicit in newer files
     sizes = []
     for index in range(len(kinds)):
         layer = Keys(sizes_by_layer.get(str(index), {}))
@@ -208,7 +209,7 @@ def sources(config: ModelConfig) -> ModelWeights:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """Key and value projections of layers that read another layer's cache."""
+    """Whether a tensor is not loaded: key and value projections of layers that share a KV cache."""
     components = name.split(".")
     if components[:2] == ["model", "layers"] and components[3] == "self_attn":
         shares = config.layers[int(components[2])].attention.kv_source is not None

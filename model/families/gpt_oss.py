@@ -81,7 +81,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def packed_source(format: str, name: str, E: int, into: int, *out: int) -> Any:
-    """A stack of experts stored in a weight format, with gate and up rows interleaved."""
+    """The source of stacked experts in a quantised weight format; gate and up rows interleave."""
 
     def source(stored) -> Source:
         return Source((SourceTensor(name + stored.ending, stored.shape, stored.turn),))

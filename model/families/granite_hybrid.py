@@ -17,7 +17,7 @@ from .common import (
 )
 from .granite import multipliers
 
-NAMES = {  # substring in the checkpoint: common substring
+NAMES = {  # substring in the checkpoint -> common substring
     "shared_mlp.input_linear.": "mlp.gate_up_proj.", "shared_mlp.output_linear.": "mlp.down_proj.",
     "block_sparse_moe.input_linear.weight": "moe.experts.gate_up_proj",
     "block_sparse_moe.output_linear.weight": "moe.experts.down_proj",

@@ -72,7 +72,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def expert_layer(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: int) -> Layer:
-    """One layer; each number may be a list with an entry for each layer."""
+    """A layer with experts; each config value may be a list with an entry per layer."""
 
     def per_layer(name: str, default: int) -> Any:
         value = keys(name, default) if not isinstance(keys.hf.get(name), list) else keys(name)
@@ -109,8 +109,9 @@ def expert_layer(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: 
 
 
 def fold_alpha_into_rope(hf: dict) -> dict:
-    """`hf` with the scaling by `alpha`, which is called dynamic but is constant, folded into the
-    rope base.
+    """Fold the RoPE scaling by `alpha` into the base of the rotary embedding.
+
+    config.json declares it as dynamic scaling, but it is constant.
     """
     for name in ("rope_parameters", "rope_scaling"):
         params = hf.get(name)

@@ -25,7 +25,7 @@ from .common import (
 )
 
 KINDS = ("linear_attention", "full_attention")
-# Names in the first files: names in Transformers.
+# Names in the first checkpoints -> names in Transformers.
 RENAMED_KEYS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -122,8 +122,8 @@ def kimi_delta(keys: Keys, activation: str) -> KimiDelta:
 
 
 def default_mixers(keys: Keys, L: int) -> list[str]:
-    """Each layer's mixer without `layer_types`: by the 1-based lists of both kinds, or every
-    fourth.
+    """Each layer's kind of mixer without `layer_types`: by the 1-based lists of layers, or latent
+    attention in every fourth layer.
     """
     linear_config: Any = keys("linear_attn_config", None) or {}
     full_layers = linear_config.get("full_attn_layers")
@@ -157,9 +157,9 @@ def delta_sources(a: KimiDelta, D: int, prefix: str) -> KimiDeltaWeights:
     projections = []
     offset = 0
     for name, out in (("q", size), ("k", size), ("v", size), ("f_a", R), ("g_a", R), ("b", N)):
-        turn = linear((out,), (D,))
+        transform = linear((out,), (D,))
         place = np.s_[:, offset : offset + out]
-        projections.append(SourceTensor(f"{prefix}.{name}_proj.weight", (out, D), turn, place))
+        projections.append(SourceTensor(f"{prefix}.{name}_proj.weight", (out, D), transform, place))
         offset += out
     convolved = tuple(
         SourceTensor(
@@ -201,5 +201,5 @@ sources = partial(model_sources, layer=layer)
 
 
 def canonical(name: str) -> str:
-    """The first files use `block_sparse_moe` for layers with experts."""
+    """A tensor's name as in Transformers; the first checkpoints use `block_sparse_moe`."""
     return name.replace(".block_sparse_moe.", ".mlp.")

@@ -9,7 +9,7 @@ from ..weights import LayerWeights
 from .common import Keys, layer_sources, linear, model_config, model_sources, moe_sources, tensor
 
 NORMS = {"pre_attention_norm_D": "operator_norm", "pre_mlp_norm_D": "ffn_norm"}
-NAMES = {  # substring in the checkpoint: common substring
+NAMES = {  # substring in the checkpoint -> common substring
     ".self_attn.out_proj.": ".self_attn.o_proj.",
     ".q_layernorm.": ".q_norm.",
     ".k_layernorm.": ".k_norm.",
@@ -59,7 +59,7 @@ def mixers(keys: Keys, max_len: int) -> list[Mixer]:
 
 
 def shared_fields(keys: Keys) -> dict[str, Any]:
-    """The fields of the whole model."""
+    """The fields of `ModelConfig` that dense and MoE models share."""
     tied = keys("tie_embedding", keys("tie_word_embeddings", True))
     return {"norm_eps": keys.positive("norm_eps", 1e-5), "tied": tied}
 

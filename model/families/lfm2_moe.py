@@ -1,4 +1,4 @@
-"""LFM2 with experts: first dense layers, then experts selected by a sigmoid with a bias."""
+"""LFM2 with experts: dense layers, then layers with experts selected by sigmoid plus bias."""
 
 from ..config import Layer, Mlp, ModelConfig, Moe
 from .common import Keys, model_config

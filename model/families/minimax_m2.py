@@ -38,7 +38,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def check_supported(keys: Keys) -> None:
-    """Raise for settings that the format allows but no published model uses."""
+    """Raise ModelError for config values that the format allows but no published model uses."""
     if {*keys("attn_type_list", [])} - {1}:
         raise ModelError(
             "config.json: attn_type_list has a kind of attention other than 1, which is not "

@@ -37,7 +37,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def split_temperature(hf: dict, missing: dict[str, Any]) -> tuple[dict, Temperature | None]:
-    """The config.json without the temperature in its rope parameters, and the temperature."""
+    """(config.json without the temperature keys in its RoPE parameters, the temperature)."""
     name = (
         "rope_parameters"
         if hf.get("rope_parameters") or not hf.get("rope_scaling")

@@ -106,9 +106,7 @@ def sources(config: ModelConfig) -> ModelWeights:
 
 
 def class_head(hf: dict, config: ModelConfig):
-    """The pooling, the dense layers before the classifier, and the name of the classifier's
-    tensor.
-    """
+    """(pooling, dense layers before the classifier, name of the classifier's tensor)."""
     keys = Keys({"classifier_activation": "gelu"} | hf)
     D = config.dim
     pooling = keys("classifier_pooling", "cls")
@@ -130,5 +128,5 @@ def canonical(name: str) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The language-model head, unless a classifier uses it."""
+    """Whether a tensor is not loaded: the language-model head, unless a classifier uses it."""
     return name.startswith("decoder.") or (name.startswith("head.") and not config.head)

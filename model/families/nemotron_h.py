@@ -19,7 +19,7 @@ from .granite_hybrid import mamba2_sources
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}
-RENAMED_KEYS = {  # older name: name
+RENAMED_KEYS = {  # older key -> current key
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_expand": "expand",
@@ -102,7 +102,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def kinds(keys: Keys) -> list[str]:
-    """The kind of each block of the checkpoint."""
+    """The kind of each block in the checkpoint."""
     pattern = keys("hybrid_override_pattern", None)
     named = keys("layers_block_type", None)
     block_kinds = (
@@ -152,7 +152,9 @@ def routed_experts(keys: Keys, activation: str) -> Moe:
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    """A layer is one block of the checkpoint, or two if a feed-forward block follows the mixer."""
+    """The sources of a layer: one block of the checkpoint, or a mixer block and the feed-forward
+    block after it.
+    """
     layer_config = config.layers[index]
     D = config.dim
     first_block = list(
@@ -196,5 +198,5 @@ def canonical(name: str) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The multi-token-prediction layers."""
+    """Whether a tensor is not loaded: the MTP layers."""
     return name.startswith("mtp.")

@@ -31,7 +31,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def rename_longrope(hf: dict) -> dict:
-    """`hf` with the current name of longrope, the only scaling of these models."""
+    """Rename the RoPE scaling type to longrope, the only scaling of these models."""
     hf = dict(hf)
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(params := hf.get(name), dict):

@@ -22,11 +22,12 @@ def small_cache_config(
     kinds: list[str] | None = None,
     kv_sources: list[int | None] | None = None,
 ) -> ModelConfig:
-    """Every `global_every`-th run of `share` layers is global, the others have a window; a run
-    shares one KV cache.
+    """Make a config with a small KV cache.
 
-    With 8 layers, share 2 and global_every 2: window, window*, global, global*, window, window*,
-    global, global*. A star marks a layer that reads the KV cache of the layer before it.
+    Each group of `share` consecutive layers shares one KV cache. Every `global_every`-th group has
+    full attention, the others a sliding window. With 8 layers, share 2 and global_every 2: window,
+    window*, global, global*, window, window*, global, global*. A star marks a layer that reads the
+    KV cache of the layer before it.
     """
     if kinds is None:
         kinds = [
@@ -91,7 +92,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def hf_config(config: ModelConfig, **extra) -> dict:
-    """The config.json that is read back as `config`."""
+    """The config.json for `config`: `config(hf_config(c)) == c`."""
     attention = config.layers[0].attention
     mlp = config.layers[0].mlp
     windows = [layer.attention.window for layer in config.layers]

@@ -18,9 +18,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def windowed_layers(keys: Keys, attention: Attention, context_length: int) -> tuple[Layer, ...]:
-    """Qwen's layers: with `use_sliding_window`, layers from `max_window_layers` on have a
-    window.
-    """
+    """Qwen's layers: with `use_sliding_window`, those from `max_window_layers` on have a window."""
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     L = keys.count("num_hidden_layers")
     window = None

@@ -7,7 +7,7 @@ from ..config import Layer, Mlp, ModelConfig, Moe
 from . import qwen3_next
 from .common import Keys, model_config, model_sources
 
-SECTIONS = ("mrope_section", "mrope_interleaved")  # multi-axis rope; text has equal positions
+SECTIONS = ("mrope_section", "mrope_interleaved")  # MRoPE keys; on text MRoPE equals RoPE
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -49,5 +49,5 @@ sources = partial(model_sources, layer=layer, norm_offset=1.0)
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The multi-token-prediction layer."""
+    """Whether a tensor is not loaded: the MTP layer."""
     return name.startswith("mtp.")

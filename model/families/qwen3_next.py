@@ -49,7 +49,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def mixers(keys: Keys, max_len: int | None) -> tuple[Attention, DeltaNet]:
-    """The attention and the DeltaNet of the two kinds of layers."""
+    """(attention, DeltaNet): the mixers of the two kinds of layers."""
     context_length = keys.count("max_position_embeddings", 32768)
     heads = keys.heads(256)
     bias = keys("attention_bias", False)
@@ -73,11 +73,9 @@ def mixers(keys: Keys, max_len: int | None) -> tuple[Attention, DeltaNet]:
 
 
 def layer_kinds(keys: Keys) -> list[str]:
-    """Each layer's kind: by default every fourth has attention."""
-    count, attention_period = (
-        keys.count("num_hidden_layers"),
-        keys.count("full_attention_interval", 4),
-    )
+    """Each layer's kind; by default every fourth layer has full attention."""
+    count = keys.count("num_hidden_layers")
+    attention_period = keys.count("full_attention_interval", 4)
     default_kinds = [
         "linear_attention" if (index + 1) % attention_period else "full_attention"
         for index in range(count)
@@ -92,7 +90,7 @@ def layer_kinds(keys: Keys) -> list[str]:
 
 
 def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
-    """DeltaNet with fused projections, which group queries, keys, values and gates by key head."""
+    """The sources of DeltaNet with fused projections, whose rows are grouped by key head."""
     prefix = f"{layer_prefix}.linear_attn"
     K = a.key_heads
     value_heads_per_key = a.heads // a.key_heads
@@ -118,7 +116,7 @@ def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
 
 
 def separate_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
-    """DeltaNet with separate projections, as in Qwen3.5."""
+    """The sources of DeltaNet with separate projections, as in Qwen3.5."""
     prefix = f"{layer_prefix}.linear_attn"
     keys, values = a.sizes
     qkv_width = 2 * keys + values
@@ -179,5 +177,5 @@ sources = partial(model_sources, layer=layer, norm_offset=1.0)
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The multi-token-prediction layer."""
+    """Whether a tensor is not loaded: the MTP layer."""
     return name.startswith("mtp.")

@@ -1,4 +1,4 @@
-"""From a checkpoint's rope parameters to the decoder's inverse frequencies, in NumPy."""
+"""Conversion of a checkpoint's RoPE parameters to the decoder's inverse frequencies, in NumPy."""
 
 import math
 
@@ -38,13 +38,14 @@ COMMON_PARAMS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 def build(params: dict, head_dim: int, max_len: int) -> Rope:
     """Build the rotary embedding.
 
-    `dynamic` and `longrope` change their frequencies with the sequence length, but keys in the
-    cache keep theirs. So the choice is made once, from `max_len`: a sequence's result does not
-    depend on its length, and with a `max_len` within the original length nothing is scaled.
+    In Transformers, `dynamic` and `longrope` change the frequencies with the sequence length, but
+    cached keys would keep the old ones. Here the frequencies are chosen once, by `max_len`; with a
+    `max_len` within the original length nothing is scaled.
 
     Args:
-        params: the parameters as Transformers 5 writes them.
-        max_len: the longest sequence that will be served.
+        params: RoPE parameters as in Transformers 5.
+        head_dim: Head size.
+        max_len: Maximum length of a sequence to serve.
     """
     rope_type = params.get("rope_type") or params.get("type") or "default"
     if rope_type not in PARAMS_BY_TYPE:

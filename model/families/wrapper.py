@@ -1,4 +1,4 @@
-"""Multimodal models: the text model nested in their config.json is loaded, without the rest."""
+"""Multimodal models: loads only the text model, which is nested in their config.json."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ from ..config import ModelConfig, ModelError
 from ..weights import ModelWeights
 from .config_keys import INSIDE, Keys
 
-TEXT_TYPES = {  # by model_type: the default model_type of its text_config
+TEXT_TYPES = {  # model_type -> default model_type of its text_config
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
@@ -19,7 +19,7 @@ TEXT_TYPES = {  # by model_type: the default model_type of its text_config
 }
 # Stated once for the whole model.
 SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
-OTHER_WORDS = (  # words in the names of keys that are not about text
+OTHER_WORDS = (  # substrings of keys about other modalities
     "vision",
     "image",
     "video",
@@ -35,13 +35,13 @@ OTHER_WORDS = (  # words in the names of keys that are not about text
     "spatial_merge",
     "language_model_only",
 )
-NESTED = {  # prefixes in multimodal checkpoints: prefixes in text-only ones
+NESTED = {  # prefix in multimodal checkpoints -> prefix in text-only checkpoints
     "language_model.model.blocks.": "model.layers.",  # as transformers 5 writes Kimi K2.5
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-TOWERS = (  # prefixes of tensors that are not of the text model
+TOWERS = (  # prefixes of tensors of vision and audio towers
     "vision_tower.",
     "vision_model.",
     "vision_embedder.",
@@ -64,7 +64,7 @@ def sources(config: ModelConfig) -> ModelWeights:
 
 
 def module(kind: Any) -> Any:
-    """The family of a text model."""
+    """The family's module for a text model's `model_type`."""
     from . import FAMILIES
 
     if not isinstance(kind, str) or FAMILIES.get(kind) in (None, ".wrapper"):
@@ -76,7 +76,7 @@ def module(kind: Any) -> Any:
 
 
 def text_config(hf: dict) -> dict[str, Any]:
-    """The text model's config.json, with the keys that are stated for the whole model."""
+    """The text model's config, with the keys that the outer config.json states for all parts."""
     outer = Keys(hf)
     text = outer("text_config")
     if not isinstance(text, dict):
@@ -96,7 +96,7 @@ def text_config(hf: dict) -> dict[str, Any]:
 
 
 def canonical(name: str) -> str:
-    """A tensor's name as in text-only checkpoints; multimodal ones nest it in several ways."""
+    """A tensor's name as in text-only checkpoints; multimodal checkpoints add various prefixes."""
     for nested, text_only in NESTED.items():
         if name.startswith(nested):
             return text_only + name.removeprefix(nested)
@@ -104,5 +104,5 @@ def canonical(name: str) -> str:
 
 
 def is_other(name: str) -> bool:
-    """Whether a tensor belongs to a vision or audio part."""
+    """Whether a tensor belongs to a vision or audio tower."""
     return name.removeprefix("model.").startswith(TOWERS)

@@ -19,7 +19,15 @@ from jax.sharding import AbstractMesh
 from ...sharding.local_shards import sharded_shape
 from ...sharding.mesh import AXES, DEVICE_ORDER, sharding
 from ..config import Layer, ModelConfig, ModelError
-from ..partition import Stage, check, split_config, splits, stage_weights, stages, whole_context
+from ..partition import (
+    Stage,
+    check,
+    no_context_parallelism_reason,
+    split_config,
+    splits,
+    stage_weights,
+    stages,
+)
 from ..weights import ModelWeights, abstract, dense_specs
 from .cost import Device, active_weights, layer_token_bytes, score_width, seen, state_bytes
 from .traffic import Collective, traffic
@@ -98,7 +106,7 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
         if fits("expert", expert)
         for remaining in (devices // tensor // expert,)
         for context in divisors(remaining, PAGE)
-        if PAGE % context == 0 and (context == 1 or not whole_context(config))
+        if PAGE % context == 0 and (context == 1 or not no_context_parallelism_reason(config))
         for data in divisors(remaining // context, remaining)
         if share(expert * context * data) and fits("pipe", remaining // context // data)
     ]

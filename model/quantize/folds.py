@@ -83,10 +83,10 @@ def divide_norm(
     (source_tensor,) = leaf.sources
     tensor = source.tensors[source_tensor.name]
     stored = tensor.read()
-    offset = source_tensor.turn(np.zeros_like(stored)).astype(np.float32)
-    scale = source_tensor.turn(stored).astype(np.float32)
+    offset = source_tensor.transform(np.zeros_like(stored)).astype(np.float32)
+    scale = source_tensor.transform(stored).astype(np.float32)
     stored = (scale / s - offset).astype(tensor.dtype)
-    new_scale = source_tensor.turn(stored).astype(np.float32)
+    new_scale = source_tensor.transform(stored).astype(np.float32)
     exact = np.divide(
         scale, new_scale, out=np.ones_like(scale), where=(new_scale != 0) & (scale != 0)
     )

@@ -1,15 +1,15 @@
-"""Random LoRA adapters, as folders in PEFT's format, for every weight that takes one."""
+"""Random LoRA adapters in PEFT's format, with a matrix pair for every weight that accepts one."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HEAD = "lm_head.weight"  # left out, as in PEFT's "all-linear"
+HEAD = "lm_head.weight"  # has no adapter, as with PEFT's "all-linear"
 
 
 def random_adapters(llm: Any, count: int, rank: int, folder: Path) -> list[Any]:
-    """Requests for `count` random adapters, loaded into host memory."""
+    """Write `count` random adapters and load them into host memory; returns their LoRARequests."""
     from ...serving.api.lora import LoRARequest
 
     tensors = [tensor for target in llm.engine.adapters.targets for tensor in target.matrices]
@@ -28,7 +28,7 @@ def random_adapters(llm: Any, count: int, rank: int, folder: Path) -> list[Any]:
 
 
 def write_random(folder: Path, stems: Mapping[str, tuple[int, int]], rank: int, seed: int) -> None:
-    """Write a random adapter for weights of these names and sizes (outputs, inputs)."""
+    """Write a random adapter for the weights `stems`, given as name -> (outputs, inputs)."""
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -39,12 +39,12 @@ def write_random(folder: Path, stems: Mapping[str, tuple[int, int]], rank: int, 
             values = rng.standard_normal(shape, np.float32) * np.float32(0.1 / shape[1] ** 0.5)
             tensors[f"base_model.model.{stem}.lora_{half}.weight"] = values
     targets = sorted({stem.rpartition(".")[2] for stem in stems})
-    about = {
+    adapter_config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
         "bias": "none",
         "target_modules": targets,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(about))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""The machine's memory read bandwidth, which limits decoding on CPUs: `python -m
+"""Measure the machine's memory read bandwidth, which limits decoding on CPUs: `python -m
 quire.scripts.bench.bandwidth`.
 """
 
@@ -9,18 +9,18 @@ from ..collect_env import cores
 
 
 def read_bandwidth(mebibytes: int = 1024, passes: int = 8) -> float:
-    """Bytes per second that all cores read together, in the best of a few passes over an array
-    beyond any cache.
+    """Measure the read bandwidth of all cores in bytes per second: the best of several passes over
+    an array larger than the caches.
 
-    OR is NumPy's cheapest vectorised reduction; it releases the GIL.
+    Uses bitwise OR, NumPy's cheapest vectorised reduction, which releases the GIL.
     """
     import numpy as np
 
-    array = np.ones(mebibytes << 17, np.uint64)  # ones, to map every page
+    array = np.ones(mebibytes << 17, np.uint64)  # ones, not empty: maps every memory page
     chunks = np.array_split(array, cores())
     best = float("inf")
     with ThreadPoolExecutor(len(chunks)) as pool:
-        for _ in range(passes + 1):  # the first pass starts threads
+        for _ in range(passes + 1):  # one more, because the first pass starts the threads
             started = time.perf_counter()
             list(pool.map(np.bitwise_or.reduce, chunks))
             best = min(best, time.perf_counter() - started)

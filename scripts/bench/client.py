@@ -1,8 +1,7 @@
-"""An asyncio client of OpenAI-compatible servers: HTTP/1.1, server-sent events, and the time of
+"""An asyncio client of OpenAI-compatible servers: HTTP/1.1, and server-sent events with the time of
 each event.
 
-A library would do, but the client often shares the machine with the server: the less work it does
-the better.
+It uses no HTTP library to save CPU time, because it often shares the machine with the server.
 """
 
 import asyncio
@@ -16,27 +15,27 @@ from urllib.parse import urlsplit
 
 from .metrics import RequestTimes
 
-LINE = 1 << 20  # bytes of the longest line of a header or an event
-ERROR_BODY = 1 << 16  # bytes that are read of an error
+LINE = 1 << 20  # maximum bytes of a line in a header or an event
+ERROR_BODY = 1 << 16  # maximum bytes to read of an error response
 
 
 class Failure(Exception):
-    """A failed request; the reason is one line."""
+    """A failed request; the message is one line."""
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The address of a server, and the key that requests carry."""
+    """The address of a server, and the API key to send."""
 
     host: str
     port: int
-    tls: ssl.SSLContext | None  # created once: reading certificates is slow
+    tls: ssl.SSLContext | None  # shared by all requests, because reading certificates is slow
     path: str
     key: str | None = None
 
     @classmethod
     def parse(cls, url: str, key: str | None = None) -> "ServerAddress":
-        """Parse an http(s) address, with or without /v1 at the end; ValueError if it is none."""
+        """Parse an http(s) URL, with or without a final /v1; raises ValueError if it is invalid."""
         split_url = urlsplit(url)
         if (
             split_url.scheme not in ("http", "https")
@@ -87,7 +86,7 @@ class Response:
 async def exchange(
     server: ServerAddress, method: str, path: str, body: bytes = b""
 ) -> AsyncIterator[Response]:
-    """One request on a connection of its own, which is closed afterwards."""
+    """Send one request over a new connection, which is closed at the end."""
     reader, writer = await asyncio.open_connection(
         server.host, server.port, ssl=server.tls, limit=LINE
     )
@@ -101,7 +100,7 @@ async def exchange(
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, with names in lower case; interim responses (1xx) are skipped."""
+    """Read (status, headers with lower-case names), skipping interim responses (1xx)."""
     while True:
         version, _, status_line = (
             (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
@@ -118,7 +117,7 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives; IncompleteReadError if it ends early."""
+    """Yield the body as it arrives; raises IncompleteReadError if it ends early."""
     if "chunked" in headers.get("transfer-encoding", "").lower():
         while size := number((await reader.readuntil(b"\n")).split(b";")[0], 16):
             yield await reader.readexactly(size)
@@ -169,8 +168,9 @@ async def ask(
     timeout: float,
     clock: Callable[[], float],
 ) -> RequestTimes:
-    """Send one request and time the response. Failures are the result's `error`; only cancellation
-    is raised.
+    """Send one request and time the streamed response.
+
+    Failures are reported in the result's `error`; only cancellation is raised.
     """
     sent = clock()
     times = []
@@ -193,11 +193,11 @@ async def ask(
                 now = clock()
                 if is_complete := event.strip() == "[DONE]":
                     break
-                read = piece(event)
-                usage = read.usage or usage
-                if read.wrote:
+                parsed = parse_event(event)
+                usage = parsed.usage or usage
+                if parsed.has_tokens:
                     times.append(now)
-                if read.is_last:
+                if parsed.is_last:
                     ended = now
             if not is_complete:
                 raise Failure("the stream ended without [DONE]")
@@ -224,15 +224,15 @@ async def ask(
     )
 
 
-class Piece(NamedTuple):
-    """An event of a stream."""
+class StreamEvent(NamedTuple):
+    """A parsed event of a streamed response."""
 
-    wrote: bool  # it contains a part of the answer
+    has_tokens: bool  # it carries generated tokens
     is_last: bool  # it has a finish reason
     usage: dict[str, int]
 
 
-def piece(event: str) -> Piece:
+def parse_event(event: str) -> StreamEvent:
     try:
         data = json.loads(event)
     except ValueError:
@@ -252,7 +252,7 @@ def piece(event: str) -> Piece:
         else None
     )
     if choice is None:
-        return Piece(False, False, usage)
+        return StreamEvent(False, False, usage)
     delta = choice.get("delta")
     delta = delta if isinstance(delta, dict) else {}
     written = (
@@ -261,14 +261,14 @@ def piece(event: str) -> Piece:
         or delta.get("reasoning_content")
         or delta.get("tool_calls")
     )
-    # A token may have no text (special tokens, parts of characters); first and last events have no
-    # token.
+    # An event with a token may have no text (special tokens, incomplete characters), but the first
+    # event (with the role) and the last one (with the finish reason) carry no token.
     is_last = choice.get("finish_reason") is not None
-    return Piece(bool(written) or not ("role" in delta or is_last), is_last, usage)
+    return StreamEvent(bool(written) or not ("role" in delta or is_last), is_last, usage)
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error in OpenAI's format, or the first line of the text."""
+    """The message of an OpenAI error object, or the first line of the body."""
     text = body.decode(errors="replace").strip()
     try:
         message = json.loads(text)
@@ -285,7 +285,7 @@ def reason(error: BaseException) -> str:
 
 
 async def get(server: ServerAddress, path: str, timeout: float) -> str:
-    """The text at a path; raises OSError or Failure."""
+    """GET a path and return the text; raises OSError or Failure."""
     async with asyncio.timeout(timeout), exchange(server, "GET", path) as response:
         if response.status != 200:
             raise Failure(f"HTTP {response.status}")
@@ -295,7 +295,7 @@ async def get(server: ServerAddress, path: str, timeout: float) -> str:
 async def post(
     server: ServerAddress, path: str, body: dict[str, Any], timeout: float
 ) -> dict[str, Any]:
-    """The JSON object in the response; raises OSError or Failure."""
+    """POST a JSON body and return the JSON object in the response; raises OSError or Failure."""
     async with (
         asyncio.timeout(timeout),
         exchange(server, "POST", path, json.dumps(body).encode()) as response,
@@ -311,7 +311,7 @@ async def post(
 
 
 async def models(server: ServerAddress, timeout: float) -> list[str]:
-    """The model names at /v1/models; raises OSError or Failure."""
+    """List the model names at /v1/models; raises OSError or Failure."""
     async with asyncio.timeout(timeout), exchange(server, "GET", "/v1/models") as response:
         data = await response.read(LINE)
         try:

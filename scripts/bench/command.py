@@ -8,31 +8,31 @@ from typer.core import TyperGroup
 from ..command import SETTINGS, Command, write_help
 from . import host, latency, serve, simulate, startup, step, throughput
 
-SEVERAL = {
+MULTI_VALUE_OPTIONS = {  # options that accept several values -> regular expression of a value
     "--concurrency": r"[0-9.]+[kKmM]?",
     "--goodput": r"[a-z0-9]+:\S*",
-}  # options with several values: pattern of a value
+}
 
 
 class MultiValueCommand(Command):
-    """`--concurrency 1 2 4` is `--concurrency 1 --concurrency 2 --concurrency 4`."""
+    """Accepts `--concurrency 1 2 4` for `--concurrency 1 --concurrency 2 --concurrency 4`."""
 
     def parse_args(self, ctx, args):
         return super().parse_args(ctx, repeat_options(args))
 
 
 def repeat_options(arguments: list[str]) -> list[str]:
-    """Repeat the option before each of its values."""
+    """Repeat an option's flag before each of its values, as the parser expects."""
     expanded: list[str] = []
     option = None
     values = 0
     for argument in arguments:
-        if option is not None and values and re.fullmatch(SEVERAL[option], argument):
+        if option is not None and values and re.fullmatch(MULTI_VALUE_OPTIONS[option], argument):
             expanded.append(option)
         elif values:
             option = None
             values = 0
-        if argument in SEVERAL:
+        if argument in MULTI_VALUE_OPTIONS:
             option = argument
             values = 0
         elif option is not None:
@@ -41,14 +41,14 @@ def repeat_options(arguments: list[str]) -> list[str]:
     return expanded
 
 
-class Benches(TyperGroup):
+class BenchCommands(TyperGroup):
     def format_help(self, ctx, formatter) -> None:
         write_help(self, ctx, formatter)
 
 
 app = typer.Typer(
     name="bench",
-    cls=Benches,
+    cls=BenchCommands,
     add_completion=False,
     invoke_without_command=True,
     context_settings=SETTINGS,
@@ -57,8 +57,8 @@ app = typer.Typer(
 
 @app.callback()
 def main(context: typer.Context) -> None:
-    """Measure throughput, latency, startup, a running server, the scheduler, a step by part, or the
-    host alone.
+    """Benchmark throughput, latency, startup, a running server, the scheduler, parts of a step, or
+    host overhead.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,4 +1,4 @@
-"""Counts of draft tokens and their acceptance under a benchmark's load."""
+"""Draft token statistics (speculative decoding) of a benchmark run."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,11 +7,11 @@ from ..tables import table
 
 
 class Drafts(NamedTuple):
-    """Counts over a period."""
+    """Draft token counts over a period."""
 
-    proposals: int = 0  # one for each sequence and step with drafts
-    drafts: int = 0
-    accepted: tuple[int, ...] = ()  # by position
+    proposals: int = 0  # number of (sequence, step) pairs with draft tokens
+    drafts: int = 0  # draft tokens
+    accepted: tuple[int, ...] = ()  # accepted draft tokens by position in the draft
 
     def since(self, earlier: "Drafts") -> "Drafts":
         accepted = [now - then for now, then in zip(self.accepted, earlier.accepted, strict=True)]
@@ -25,20 +25,21 @@ class Drafts(NamedTuple):
 
     @property
     def length(self) -> float:
-        """Tokens per step and sequence with drafts: the accepted ones and the one after them."""
+        """Mean acceptance length: tokens per proposal, with the token that the step samples."""
         return 1 + sum(self.accepted) / max(self.proposals, 1)
 
     @property
     def share(self) -> float:
+        """Acceptance rate: the fraction of draft tokens that were accepted."""
         return sum(self.accepted) / max(self.drafts, 1)
 
     @property
     def by_position(self) -> list[float]:
-        """The share of proposals whose first, second, ... draft token was accepted."""
+        """The fraction of proposals whose draft token at each position was accepted."""
         return [count / max(self.proposals, 1) for count in self.accepted]
 
     def result(self) -> dict[str, Any]:
-        """The counts under the names of vLLM's result files; the rate is in percent."""
+        """The statistics by the keys of vLLM's benchmark results; the rate is in percent."""
         return {
             "spec_decode_acceptance_rate": 100 * self.share,
             "spec_decode_acceptance_length": self.length,
@@ -50,7 +51,7 @@ class Drafts(NamedTuple):
 
 
 def count_drafts(llm: Any) -> Drafts | None:
-    """An engine's counts so far; None if it does not draft."""
+    """An engine's counts so far; None without speculative decoding."""
     from ...serving.engine.snapshot import take_snapshot
 
     counts = take_snapshot(llm.engine).drafts
@@ -58,7 +59,7 @@ def count_drafts(llm: Any) -> Drafts | None:
 
 
 def drafts_table(name: str, drafts_by_load: Sequence[tuple[Any, Drafts]]) -> str:
-    """A table with a row for each load."""
+    """A table with a row for each load; `name` is the heading of the first column."""
     rows = [
         (
             label,

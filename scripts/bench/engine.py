@@ -1,5 +1,5 @@
-"""The engine under a benchmark's load: token and step times, and the bytes that a decode step
-reads.
+"""Running a benchmark load on the engine: token times, step times, and the memory roofline of
+decode steps.
 """
 
 import time
@@ -16,16 +16,16 @@ from .metrics import RequestTimes
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step of the engine: its plan, and the time since the previous step's results."""
+    """One step of the engine."""
 
-    seconds: float
-    plan: Any
-    tokens: int  # generated
+    seconds: float  # since the results of the previous step
+    plan: Any  # its StepPlan
+    tokens: int  # number of generated tokens
 
 
 @dataclass(frozen=True)
 class LoadRun:
-    """The times of requests and of engine steps."""
+    """The times of the requests and engine steps of one run."""
 
     answers: list[RequestTimes]
     steps: list[TimedStep]
@@ -43,14 +43,19 @@ def serve(
     in_batches: bool = False,
     adapters: Sequence[Any] = (None,),
 ) -> LoadRun:
-    """Answer all requests in full length, with at most `concurrency` of them in the engine.
+    """Serve all requests, ignoring EOS tokens, with at most `concurrency` of them in the engine.
 
-    The prefix cache is emptied first, so that repetitions have equal costs.
+    The prefix cache is reset first, so that repeated runs do the same work.
 
     Args:
-        in_batches: add requests only when all current ones are answered, as without continuous
-            batching.
-        adapters: requests take them in turn.
+        llm: The `LLM`.
+        samples: The requests.
+        concurrency: Maximum number of requests in the engine.
+        temperature: Sampling temperature.
+        clock: Returns the time in seconds.
+        advance: Called with (finished requests, generated tokens) for progress display.
+        in_batches: Add requests only when all current ones are finished (static batching).
+        adapters: LoRA requests (or None), assigned to the requests in turn.
     """
     from ...serving.api.params import SamplingParams
 
@@ -61,14 +66,14 @@ def serve(
     watcher = watch()
     engine.observers.append(watcher)
     waiting = deque(enumerate(samples))
-    live = {}
+    active = {}
     answers_by_index = {}
     drafts_before = count_drafts(llm)
     try:
         begin = last = clock()
-        while waiting or live:
-            room = 0 if in_batches and live else concurrency - len(live)
-            for _ in range(min(room, len(waiting))):
+        while waiting or active:
+            num_free = 0 if in_batches and active else concurrency - len(active)
+            for _ in range(min(num_free, len(waiting))):
                 index, sample = waiting.popleft()
                 params = SamplingParams(
                     temperature=temperature,
@@ -78,7 +83,7 @@ def serve(
                 )
                 sent = clock()
                 request = llm.add(sample.prompt, params, adapter=adapters[index % len(adapters)])
-                live[request] = (index, sent, [])
+                active[request] = (index, sent, [])
                 if (seq := request.sequences[0]).max_tokens < sample.output_len:
                     raise o.UsageError(
                         f"{seq.num_prompt} prompt and {sample.output_len} output tokens do not fit "
@@ -90,9 +95,9 @@ def serve(
                 steps.append(TimedStep(now - last, watcher.result.plan, watcher.tokens()))
             last = now
             for request in changed:
-                index, sent, times = live[request]
+                index, sent, times = active[request]
                 seq = request.sequences[0]
-                if seq.num_output:  # one event, however many tokens the step generated
+                if seq.num_output:  # one event per step, even if the step generated several tokens
                     times.append(now)
                 if request.finished:
                     if seq.finish_reason == "error":
@@ -102,7 +107,7 @@ def serve(
                     answers_by_index[index] = RequestTimes(
                         sent, times, seq.num_prompt, seq.num_output
                     )
-                    del live[request]
+                    del active[request]
                     advance(1, seq.num_output)
         seconds = clock() - begin
         drafts_after = count_drafts(llm)
@@ -113,13 +118,13 @@ def serve(
             seconds,
             drafts_after and drafts_before and drafts_after.since(drafts_before),
         )
-    finally:  # also after Ctrl-C: restore the engine
-        llm.abort([*live])
+    finally:  # also after Ctrl-C: leave the engine idle
+        llm.abort([*active])
         engine.observers.remove(watcher)
 
 
 def watch() -> Any:
-    """An observer that keeps the result of the last call of `Engine.step`, if it had one."""
+    """An engine observer that keeps the result of the latest call of `Engine.step`, or None."""
     from ...serving.engine.step_record import Observer, StepRecord
     from ...serving.engine.step_result import StepResult
 
@@ -130,7 +135,7 @@ def watch() -> Any:
             self.result = record.result
 
         def tokens(self) -> int:
-            """The number of tokens that the step generated."""
+            """The number of tokens generated by the step."""
             outputs = self.result.outputs if self.result else []
             items = [output.item for output in outputs if output.item.num_samples]
             return sum(max(0, len(item.seq.tokens) - item.num_known) for item in items)
@@ -140,25 +145,26 @@ def watch() -> Any:
 
 @dataclass(frozen=True)
 class Roof:
-    """The minimum time of a decode step: reading weights and KV cache at this machine's
-    bandwidth.
+    """The memory roofline of decode steps: the time to read weights and KV cache at the machine's
+    memory bandwidth. All values are means over the decode-only steps.
     """
 
-    steps: int  # decode-only steps
-    sequences: float  # per step, on average
-    tokens: float  # per step; with drafts more than sequences
+    steps: int  # number of decode-only steps
+    sequences: float
+    tokens: float  # generated tokens; with speculative decoding more than sequences
     weight_bytes: float
     cache_bytes: float
-    step_seconds: float
-    bandwidth: float
+    step_seconds: float  # measured
+    bandwidth: float  # bytes per second
 
     @property
     def seconds(self) -> float:
+        """The minimum time of a step."""
         return (self.weight_bytes + self.cache_bytes) / self.bandwidth
 
     @property
     def share(self) -> float:
-        """The fraction of the bandwidth that the steps used; 1 is the roof."""
+        """The fraction of the memory bandwidth that the steps used; 1 is the roofline."""
         return self.seconds / self.step_seconds
 
 
@@ -168,10 +174,13 @@ def roof(
     cache_bytes: Callable[[int], int],
     bandwidth: float,
 ) -> Roof | None:
-    """The mean decode step against its roof; None if every step also read prompts.
+    """The roofline of the mean decode step; None if no step was decode-only.
 
-    `cache_bytes` maps a length to the bytes that a sequence reads: a step that computes position p
-    reads up to p.
+    Args:
+        steps: All steps of a run.
+        weight_bytes: Bytes of weights that a step reads.
+        cache_bytes: Maps a sequence's length to the bytes of KV cache that a step reads.
+        bandwidth: Memory bandwidth in bytes per second.
     """
     decodes = [step for step in steps if step.plan.decodes]
     if not decodes:
@@ -202,7 +211,7 @@ def roof(
 
 
 def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
-    """The roof of a run of this engine."""
+    """The roofline of a run of this engine; None if no step was decode-only."""
     from ...model.planning.cost import kv_read_bytes, read_weight_bytes
 
     config = llm.engine.runner.config
@@ -212,6 +221,7 @@ def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
 
 
 def decode_milliseconds(run: LoadRun) -> list[float]:
+    """The time of each decode step; steps fused into one launch count as its mean."""
     decodes = [step for step in run.steps if step.plan.decodes]
     return [
         step.seconds / step.plan.steps * 1000 for step in decodes for _ in range(step.plan.steps)
@@ -219,7 +229,7 @@ def decode_milliseconds(run: LoadRun) -> list[float]:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that the model's device reads."""
+    """The read bandwidth of the model's device in bytes per second."""
     import jax
 
     from .bandwidth import read_bandwidth
@@ -228,8 +238,8 @@ def read_bandwidth() -> float:
 
 
 def device_bandwidth(size: int, passes: int = 8) -> float:
-    """Bytes per second that an accelerator reads: the best of a few sums over an array beyond any
-    cache.
+    """Measure an accelerator's read bandwidth in bytes per second: the best of several sums over an
+    array larger than the caches.
     """
     import jax
     import jax.numpy as jnp

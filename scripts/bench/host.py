@@ -1,4 +1,4 @@
-"""`quire bench host`: the host's time for a step, with a simulated device that takes no time."""
+"""`quire bench host`: host overhead per step, measured with a device that takes no time."""
 
 from statistics import median
 from time import perf_counter
@@ -15,25 +15,30 @@ WARM_UP = 20  # steps
 
 @reports.takes_report(excluded=("result_filename", "plot"))
 def main(
-    num_seqs: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 256,
+    num_seqs: Annotated[
+        int, o.size_option("Number of sequences that decode together.", load.DATA, "N")
+    ] = 256,
     input_len: Annotated[
         list[int] | None,
-        o.sized(
-            "Tokens of each sequence; may be given several times.",
+        o.size_option(
+            "Prompt length of each sequence; may be given several times.",
             load.DATA,
             "TOKENS",
             "100, 500, 850",
         ),
     ] = None,
-    num_steps: Annotated[int, o.sized("Steps to measure.", load.DATA, "N")] = 100,
+    num_steps: Annotated[int, o.size_option("Number of steps to measure.", load.DATA, "N")] = 100,
     num_processes: Annotated[
-        int, o.sized("Processes that receive each step, as on several hosts.", load.DATA, "N")
+        int,
+        o.size_option(
+            "Number of processes that receive each step, as in multi-host serving.", load.DATA, "N"
+        ),
     ] = 1,
     *,
     report: reports.ResultFiles,
 ) -> None:
-    """Decode without a device. Prints the host's time to schedule a step, build its arrays and take
-    in its tokens.
+    """Measure host overhead with a simulated device. Prints the host's time per step to schedule
+    it, build its arrays and process its results.
     """
     load.above_zero(
         num_seqs=num_seqs,
@@ -63,7 +68,7 @@ def main(
 
 
 def start_followers(count: int) -> Any:
-    """Connections to `count` processes that receive every step and do nothing."""
+    """Start `count` processes that receive every step and discard it; returns a Leader for them."""
     import socket
     import subprocess
     import sys
@@ -83,7 +88,7 @@ def start_followers(count: int) -> Any:
 
 
 def listen(port: int) -> None:
-    """The main loop of such a process, until the leader ends it."""
+    """The main loop of a process from `start_followers`, until the leader ends it."""
     import os
     import socket
 
@@ -99,12 +104,12 @@ def listen(port: int) -> None:
 def measure(
     num_seqs: int, length: int, num_steps: int, hosts: Any = None
 ) -> dict[str, list[float]]:
-    """Seconds of each stage of each step, once all sequences decode."""
+    """Measure the seconds of each stage of each step, once all sequences decode."""
     from ...serving.api.params import SamplingParams
     from ...serving.engine.step_record import Observer, StepRecord
 
     class Laps(Observer):
-        """Keeps the times in memory."""
+        """Records the stage times of each step."""
 
         def observe(self, record: StepRecord) -> None:
             step = record.launched
@@ -135,9 +140,9 @@ def measure(
 
 
 def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_drafts: int = 0) -> Any:
-    """The engine of the bundled model with a simulated device.
+    """An engine for the bundled model with a simulated device, whose results are available at once.
 
-    Every sampled token is the same, and available at once.
+    Every sampled token is the same.
     """
     import numpy as np
 

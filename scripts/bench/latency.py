@@ -1,4 +1,4 @@
-"""`quire bench latency`: the same batch of equal requests, several times."""
+"""`quire bench latency`: latency of a fixed-size batch, repeated several times."""
 
 from functools import reduce
 from time import perf_counter
@@ -22,19 +22,27 @@ WITH_DRAFTS = {"itl": "each step after", "tpot": "a token of an answer"}
 @o.takes_engine()
 def main(
     model: o.Model = None,
-    batch_size: Annotated[int, o.sized("Requests that start together.", load.DATA, "N")] = 8,
-    input_len: Annotated[int, o.sized("Prompt length of each.", load.DATA, "TOKENS")] = 32,
-    output_len: Annotated[int, o.sized("Answer length of each.", load.DATA, "TOKENS")] = 128,
-    num_iters: Annotated[int, o.sized("Batches to measure.", load.DATA, "N")] = 10,
-    num_iters_warmup: Annotated[int, o.sized("Batches to run before those.", load.DATA, "N")] = 2,
+    batch_size: Annotated[
+        int, o.size_option("Number of requests in the batch.", load.DATA, "N")
+    ] = 8,
+    input_len: Annotated[
+        int, o.size_option("Prompt length of each request.", load.DATA, "TOKENS")
+    ] = 32,
+    output_len: Annotated[
+        int, o.size_option("Output length of each request.", load.DATA, "TOKENS")
+    ] = 128,
+    num_iters: Annotated[int, o.size_option("Number of batches to measure.", load.DATA, "N")] = 10,
+    num_iters_warmup: Annotated[
+        int, o.size_option("Number of warm-up batches.", load.DATA, "N")
+    ] = 2,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
     *,
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Answer batches of a fixed shape. Prints the times of a batch, of first tokens and between
-    tokens.
+    """Measure the latency of a batch of equal requests. Prints the time of a batch, the time to
+    first token and the inter-token latency.
     """
     load.above_zero(
         batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters
@@ -54,7 +62,7 @@ def main(
             runs.append(serve(llm, samples, batch_size, temperature, perf_counter))
             advance(1, batch_size * output_len)
     runs = runs[num_iters_warmup:]
-    values = latency_values(runs)
+    values = latency_milliseconds(runs)
     drafts = total_drafts(runs)
     names = NAMES if drafts is None else NAMES | WITH_DRAFTS
     name = model or "quill"
@@ -74,8 +82,8 @@ def main(
     )
 
 
-def latency_values(runs: list[LoadRun]) -> dict[str, list[float]]:
-    """Milliseconds of batches, first tokens and later tokens; with drafts also per token."""
+def latency_milliseconds(runs: list[LoadRun]) -> dict[str, list[float]]:
+    """Milliseconds of batches, TTFT and ITL; with speculative decoding also TPOT."""
     by_metric = milliseconds(answer for run in runs for answer in run.answers)
     result = {
         "batch": [run.seconds * 1000 for run in runs],
@@ -86,6 +94,6 @@ def latency_values(runs: list[LoadRun]) -> dict[str, list[float]]:
 
 
 def total_drafts(runs: list[LoadRun]) -> Drafts | None:
-    """The draft counts of all batches together."""
+    """The draft counts of all batches; None without speculative decoding."""
     drafts = [run.drafts for run in runs if run.drafts is not None]
     return reduce(Drafts.joined, drafts) if drafts else None

@@ -1,4 +1,4 @@
-"""The requests of a benchmark, drawn or read from a data set, and their arrival times."""
+"""Benchmark requests, generated at random or read from a data set, and their arrival times."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from .. import options as o
 
 DATA = "The requests"
-DATASET_DEFAULTS = {  # data set: its options with defaults; options of others are rejected
+DATASET_DEFAULTS = {  # data set -> its options with defaults; other data sets' options are rejected
     "random": {"random_input_len": 256, "random_output_len": 128, "random_range_ratio": 0.0},
     "sharegpt": {"sharegpt_output_len": None},
     "prefix_repetition": {
@@ -24,64 +24,74 @@ DATASET_DEFAULTS = {  # data set: its options with defaults; options of others a
     "custom": {"custom_output_len": 128},
 }
 FROM_FILE = ("sharegpt", "custom")
-LONGEST_PROMPT = 1024  # the usual limits for ShareGPT, for comparable runs
+# Length limits in tokens for ShareGPT conversations, the same as vLLM's for comparable results.
+LONGEST_PROMPT = 1024
 LONGEST_TOTAL = 2048
 SHORTEST = 4
 
 
-def counted(of: str, option: str, help: str, metavar: str = "TOKENS") -> Any:
-    default = DATASET_DEFAULTS[of][option]
+def dataset_option(dataset: str, option: str, help: str, metavar: str = "TOKENS") -> Any:
+    default = DATASET_DEFAULTS[dataset][option]
     return Annotated[
-        int | None, o.sized(help, DATA, metavar, False if default is None else f"{default}")
+        int | None, o.size_option(help, DATA, metavar, False if default is None else f"{default}")
     ]
 
 
 REPEAT = "prefix_repetition"
 DATASET_OPTIONS = {
     "dataset_name": Annotated[
-        str, o.option(f"Source of the requests: {', '.join(DATASET_DEFAULTS)}.", DATA, "NAME")
+        str, o.option(f"Data set: {', '.join(DATASET_DEFAULTS)}.", DATA, "NAME")
     ],
     "dataset_path": Annotated[
         Path | None,
-        o.option("sharegpt: its JSON; custom: lines of JSON, each with a prompt.", DATA, "FILE"),
+        o.option(
+            "Data set file: the ShareGPT JSON file; for custom, JSON Lines with a prompt each.",
+            DATA,
+            "FILE",
+        ),
     ],
-    "random_input_len": counted("random", "random_input_len", "Prompt length."),
-    "random_output_len": counted("random", "random_output_len", "Answer length."),
+    "random_input_len": dataset_option("random", "random_input_len", "random: prompt length."),
+    "random_output_len": dataset_option("random", "random_output_len", "random: output length."),
     "random_range_ratio": Annotated[
         float | None,
         o.option(
-            "Draw lengths evenly from this share below to this share above.", DATA, "0..1", "0"
+            "random: range of lengths R, sampled uniformly from length*(1-R) to length*(1+R).",
+            DATA,
+            "0..1",
+            "0",
         ),
     ],
-    "sharegpt_output_len": counted(
-        "sharegpt", "sharegpt_output_len", "Answer length, instead of that of the answer on file."
+    "sharegpt_output_len": dataset_option(
+        "sharegpt",
+        "sharegpt_output_len",
+        "sharegpt: output length, instead of the length of the recorded answer.",
     ),
-    "custom_output_len": counted(
-        "custom", "custom_output_len", "Answer length, where the line has no output_tokens."
+    "custom_output_len": dataset_option(
+        "custom", "custom_output_len", "custom: output length of lines without output_tokens."
     ),
-    "prefix_repetition_prefix_len": counted(
-        REPEAT, "prefix_repetition_prefix_len", "Length of a shared prefix."
+    "prefix_repetition_prefix_len": dataset_option(
+        REPEAT, "prefix_repetition_prefix_len", "prefix_repetition: length of a shared prefix."
     ),
-    "prefix_repetition_suffix_len": counted(
-        REPEAT, "prefix_repetition_suffix_len", "Length of what follows it."
+    "prefix_repetition_suffix_len": dataset_option(
+        REPEAT, "prefix_repetition_suffix_len", "prefix_repetition: length after the prefix."
     ),
-    "prefix_repetition_num_prefixes": counted(
-        REPEAT, "prefix_repetition_num_prefixes", "Number of prefixes.", "N"
+    "prefix_repetition_num_prefixes": dataset_option(
+        REPEAT, "prefix_repetition_num_prefixes", "prefix_repetition: number of prefixes.", "N"
     ),
-    "prefix_repetition_output_len": counted(
-        REPEAT, "prefix_repetition_output_len", "Answer length."
+    "prefix_repetition_output_len": dataset_option(
+        REPEAT, "prefix_repetition_output_len", "prefix_repetition: output length."
     ),
 }
-NumPrompts = Annotated[int, o.sized("Number of requests.", DATA, "N")]
+NumPrompts = Annotated[int, o.size_option("Number of requests.", DATA, "N")]
 Temperature = Annotated[
-    float, o.option("0 always takes the likeliest token.", DATA, min=0, max=100)
+    float, o.option("Sampling temperature; 0 is greedy decoding.", DATA, min=0, max=100)
 ]
-Seed = Annotated[int, o.option("The same seed draws the same requests.", DATA)]
+Seed = Annotated[int, o.option("Seed for the requests.", DATA)]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One request: text or token ids, and the number of tokens to ask for."""
+    """One request: the prompt as text or token ids, and the number of output tokens."""
 
     prompt: str | list[int]
     output_len: int
@@ -102,7 +112,7 @@ class Dataset:
     def samples(
         self, count: int, tokenizer, seed: object, vocab: int | None = None
     ) -> list[Sample]:
-        """`count` requests; a shorter file is repeated."""
+        """Generate or read `count` requests; a file with fewer is repeated."""
         rng = random.Random(f"{seed}")
         s = self.settings
         if self.name == "random":
@@ -123,7 +133,7 @@ class Dataset:
 
 
 def dataset(dataset_name: str, dataset_path: Path | None = None, **settings: Any) -> Dataset:
-    """The data set with its options checked and defaults filled in."""
+    """Make a `Dataset`: check the options and fill in defaults."""
     name = dataset_name
     path = dataset_path
     if name not in DATASET_DEFAULTS:
@@ -144,7 +154,7 @@ def dataset(dataset_name: str, dataset_path: Path | None = None, **settings: Any
     return Dataset(name, path, DATASET_DEFAULTS[name] | settings)
 
 
-# Replaces the parameter `dataset` of a command by these options.
+# Decorator that replaces a command's parameter `dataset` by the options of data sets.
 takes_dataset = o.takes("dataset", DATASET_OPTIONS, {"dataset_name": "random"}, dataset)
 
 
@@ -191,7 +201,7 @@ def repeated_prefixes(
     prefix_repetition_num_prefixes: int,
     prefix_repetition_output_len: int,
 ) -> list[Sample]:
-    """All prefixes equally often, in random order."""
+    """Prompts with shared prefixes, each prefix equally often, in random order."""
     prefixes = [
         rng.choices(ids, k=prefix_repetition_prefix_len)
         for _ in range(prefix_repetition_num_prefixes)
@@ -209,8 +219,8 @@ def repeated_prefixes(
 def sharegpt(
     data: str, path: Path, tokenizer, rng: random.Random, sharegpt_output_len: int | None
 ) -> Iterator[Sample]:
-    """First question and answer of each conversation, in random order, without very short and very
-    long ones.
+    """The first turn and its answer of each conversation, shuffled; very short or long ones are
+    skipped, as in vLLM.
     """
     try:
         entries = json.loads(data)
@@ -230,15 +240,14 @@ def sharegpt(
             continue
         prompt, answer = (tokenizer.encode(text) for text in texts)
         written = sharegpt_output_len or len(answer)
-        least = 1 if sharegpt_output_len else SHORTEST
-        if SHORTEST <= len(prompt) <= LONGEST_PROMPT and least <= written <= LONGEST_TOTAL - len(
-            prompt
-        ):
+        min_output = 1 if sharegpt_output_len else SHORTEST
+        max_output = LONGEST_TOTAL - len(prompt)
+        if SHORTEST <= len(prompt) <= LONGEST_PROMPT and min_output <= written <= max_output:
             yield Sample(texts[0], written)
 
 
 def custom(data: str, path: Path, custom_output_len: int) -> Iterator[Sample]:
-    """Lines of {"prompt": text or token ids, "output_tokens": optional}; other keys are ignored."""
+    """Parse lines of {"prompt": text or token ids, "output_tokens": optional integer}."""
     for number, line in enumerate(data.split("\n"), start=1):
         if not line.strip():
             continue
@@ -265,12 +274,11 @@ def all_tokens(prompt: Any) -> bool:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: object) -> list[float]:
-    """Seconds after the start at which each request arrives: `rate` per second, or all at once if
-    it is infinite.
+    """The arrival time of each request in seconds from the start; all 0 if `rate` is infinite.
 
-    Intervals are gamma-distributed with `burstiness` as shape: 1 is a Poisson process, less is
-    burstier, more is steadier. They are scaled so that all requests together arrive at `rate`:
-    every seed offers the same load.
+    Intervals are gamma-distributed with shape `burstiness`: 1 is a Poisson process, less is
+    burstier, more is steadier. They are scaled so that the mean rate is exactly `rate` (requests
+    per second) with every seed.
     """
     if math.isinf(rate):
         return [0.0] * count

@@ -1,16 +1,16 @@
-"""Times of requests in a benchmark, and metrics computed from them."""
+"""Request times in a benchmark, and the metrics computed from them."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # name in results: label
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # key in results -> label
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One request as its caller saw it, in seconds of one clock. A piece is a token, or a few that
-    came together.
+    """The times of one request at the client, in seconds of one clock. `times` has an entry per
+    stream event, with one or several tokens.
 
     sent ──── ttft ────> times[0] ─ gap ─> times[1] ─ gap ─> ... times[-1]
     └────────────────────────── e2el ──────────────────────────────┘
@@ -21,16 +21,16 @@ class RequestTimes:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    ended: float | None = None  # if the answer is empty
+    ended: float | None = None  # end of the stream, if the answer is empty
 
     @property
     def ttft(self) -> float | None:
-        """None if the answer is empty."""
+        """Time to first token; None if the answer is empty."""
         return self.times[0] - self.sent if self.times else None
 
     @property
     def e2el(self) -> float | None:
-        """None if the request failed."""
+        """End-to-end latency; None if the request failed before its first token."""
         end = self.times[-1] if self.times else self.ended
         return None if end is None else end - self.sent
 
@@ -46,8 +46,8 @@ class RequestTimes:
         return [time - previous for previous, time in zip(self.times, self.times[1:], strict=False)]
 
     def meets(self, limits: dict[str, float]) -> bool:
-        """Whether all limits (metric: milliseconds) are met; a missing metric (TPOT of one token)
-        meets its limit.
+        """Whether all limits (metric -> milliseconds) are met; a metric without a value (TPOT of a
+        single token) meets its limit.
         """
         return all(
             (getattr(self, metric) or 0.0) * 1000 <= limit for metric, limit in limits.items()
@@ -74,7 +74,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def summarise(values: Iterable[float]) -> Summary | None:
-    """Statistics of values; None if there are none."""
+    """Statistics of the values; None if there are none."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -96,7 +96,7 @@ def milliseconds(answers: Iterable[RequestTimes]) -> dict[str, list[float]]:
 
 
 def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]:
-    """Counts and rates of a run, by the names of vLLM's result files."""
+    """Counts and rates of a run, by the keys of vLLM's benchmark results."""
     good = [answer for answer in answers if answer.error is None]
     read = sum(answer.prompt_tokens for answer in good)
     written = sum(answer.output_tokens for answer in good)
@@ -114,14 +114,14 @@ def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]
 
 
 def goodput(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> float:
-    """Requests per second that met all limits."""
+    """Requests per second that meet all limits."""
     return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(
         duration, 1e-9
     )
 
 
 def flat(values: dict[str, list[float]]) -> dict[str, float]:
-    """Summaries by the names of vLLM's result files: mean_ttft_ms, p99_itl_ms, ..."""
+    """Summaries by the keys of vLLM's benchmark results: mean_ttft_ms, p99_itl_ms, ..."""
     return {
         f"{figure}_{metric}_ms": value
         for metric, metric_values in values.items()

@@ -1,4 +1,4 @@
-"""Plots of benchmark results, on matplotlib figures that the caller creates and saves."""
+"""Plots of benchmark results, drawn on matplotlib figures of the caller."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def distributions(
     limits: Mapping[str, float],
     title: str,
 ) -> None:
-    """A cumulative distribution for each metric with its percentiles and limit."""
+    """Plot the cumulative distribution of each metric with its percentiles and limit."""
     measured = {metric: metric_values for metric, metric_values in values.items() if metric_values}
     columns = 2 if len(measured) in (2, 4) else max(len(measured), 1)
     rows = -(-max(len(measured), 1) // columns)
@@ -52,7 +52,7 @@ def distributions(
 
 
 def cumulative(axes, ordered: Sequence[float], colour: str, **options: Any) -> None:
-    """The percentage of values that are at most x; percentiles lie on these lines."""
+    """Plot the percentage of values that are at most x."""
     last = max(len(ordered) - 1, 1)
     axes.plot(
         ordered,
@@ -62,7 +62,7 @@ def cumulative(axes, ordered: Sequence[float], colour: str, **options: Any) -> N
         **options,
     )
     axes.set_ylim(0, 103)
-    # A few outliers would squeeze all other values into the left margin.
+    # Cut the axis where a few outliers would squeeze all other values to the left edge.
     p995 = percentile(ordered, 99.5)
     if ordered[-1] > 3 * max(p995, 1e-9):
         axes.set_xlim(0, 1.5 * p995)
@@ -76,8 +76,8 @@ def cumulative(axes, ordered: Sequence[float], colour: str, **options: Any) -> N
 
 
 def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth: float) -> None:
-    """Tokens per second and decode step by concurrency; for a single level its decode steps against
-    the roof.
+    """Plot throughput and decode step time by concurrency; for a single level, the distribution of
+    its decode step times with the roofline.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -161,7 +161,7 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
 
 
 def one_level(axes, point: Mapping[str, Any], roof: str) -> None:
-    """The distribution of a run's decode step times, with the roof as a line."""
+    """Plot the distribution of a run's decode step times, with the roofline."""
     decode = point["decode"]
     if decode is None:
         axes.text(0.5, 0.5, "no step only decoded", ha="center", transform=axes.transAxes)
@@ -187,7 +187,7 @@ def one_level(axes, point: Mapping[str, Any], roof: str) -> None:
 def stages(
     figure, stage_ends: Mapping[str, Sequence[float]], names: Sequence[str], title: str
 ) -> None:
-    """Stacked bars of stages; `stage_ends` are the seconds at which each stage ends."""
+    """Plot stacked bars of stages; `stage_ends` holds the end of each stage in seconds, by bar."""
     figure.set_size_inches(7.5, 1.3 + 0.7 * len(stage_ends))
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
@@ -221,7 +221,7 @@ def stages(
 
 
 def simulation(figure, looks: Sequence[Any], max_requests: int, title: str) -> None:
-    """Batch, queue, pages and preemptions over the time of a simulation."""
+    """Plot batch size, queue length, page usage and preemptions over a simulation's time."""
     figure.set_size_inches(8.4, 6.4)
     figure.suptitle(title, fontsize=10)
     times = [look.now for look in looks]

@@ -1,8 +1,8 @@
-"""Measures replicas on Ray on this machine: `python -m quire.scripts.bench.ray`. Needs the extra
-`ray`.
+"""Benchmark replicas on Ray Serve on this machine: `python -m quire.scripts.bench.ray`. Needs the
+extra `ray`.
 
-It kills a replica under load, compares prefix routing with round-robin, and compares replicas for
-prefill beside replicas for decoding with replicas that do both.
+Kills a replica under load, compares prefix-aware with round-robin routing, and compares
+disaggregated prefill with replicas that do both prefill and decode.
 """
 
 import http.client
@@ -30,11 +30,11 @@ CLIENTS = 8
 
 @dataclass(frozen=True)
 class StreamedAnswer:
-    """One streamed answer: its text, and seconds to the first event and between events."""
+    """One streamed answer."""
 
     text: str
-    first: float
-    gaps: list[float]
+    first: float  # seconds to the first event
+    gaps: list[float]  # seconds between events
 
 
 def story(rng: random.Random, words: int) -> str:
@@ -42,7 +42,7 @@ def story(rng: random.Random, words: int) -> str:
 
 
 def ask(port: int, body: dict[str, Any]) -> StreamedAnswer:
-    """Stream an answer; raises if it is incomplete."""
+    """Stream an answer; raises RuntimeError if it is incomplete."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     began = time.perf_counter()
     kind = {"Content-Type": "application/json"}
@@ -67,7 +67,7 @@ def ask(port: int, body: dict[str, Any]) -> StreamedAnswer:
 
 
 def counters(port: int) -> dict[str, float]:
-    """Metrics summed over the replicas that decode."""
+    """Metrics summed over the decode replicas."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/metrics")
     counts: dict[str, float] = {}
@@ -80,7 +80,7 @@ def counters(port: int) -> dict[str, float]:
 
 
 def cpu_ticks() -> dict[int, int]:
-    """The CPU time in ticks of each replica that decodes, by process id."""
+    """The CPU time in clock ticks of each decode replica, by process ID."""
     folders = [
         path.parent
         for path in Path("/proc").glob("[0-9]*/cmdline")
@@ -92,9 +92,10 @@ def cpu_ticks() -> dict[int, int]:
     }
 
 
-def all_of(
+def ask_all(
     port: int, bodies: Sequence[dict[str, Any]], during: Callable[[], None] | None = None
 ) -> list[StreamedAnswer]:
+    """Send all requests from `CLIENTS` threads; `during` is called a second after the start."""
     with ThreadPoolExecutor(CLIENTS) as threads:
         answers = [threads.submit(ask, port, body) for body in bodies]
         if during is not None:
@@ -104,7 +105,7 @@ def all_of(
 
 
 def measure_kill(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
-    """Eight clients, three replicas; after a second the busiest replica is killed."""
+    """Kill the busiest replica a second into the load, and count resumed and identical answers."""
     rng = random.Random(0)
     bodies = [
         {
@@ -125,7 +126,7 @@ def measure_kill(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
             max(last, key=lambda process: last[process] - first.get(process, 0)), signal.SIGKILL
         )
 
-    answers = all_of(port, bodies, kill)
+    answers = ask_all(port, bodies, kill)
     counts_after = counters(port)
     unchanged = sum(
         answer.text == expected(body) for answer, body in zip(answers, bodies, strict=True)
@@ -141,21 +142,22 @@ def measure_kill(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
 
 
 def measure_routing(port: int, name: str) -> None:
-    """Conversations of six turns that share four long beginnings."""
+    """Measure prefix cache hits and TTFT of six-turn conversations with four shared prefixes."""
     rng = random.Random(name)
-    beginnings = [story(rng, 250) for _ in range(4)]
-    talks = [beginnings[n % 4] + " " + story(rng, 20) for n in range(24)]
+    prefixes = [story(rng, 250) for _ in range(4)]
+    conversations = [prefixes[n % 4] + " " + story(rng, 20) for n in range(24)]
     counts_before = counters(port)
     first = []
     for _ in range(6):
-        rng.shuffle(talks)
-        answers = all_of(
-            port, [{"prompt": talk, "max_tokens": 24, "temperature": 0} for talk in talks]
+        rng.shuffle(conversations)
+        answers = ask_all(
+            port,
+            [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in conversations],
         )
         first += [answer.first for answer in answers]
-        talks = [
-            f"{talk}{answer.text} {story(rng, 12)}"
-            for talk, answer in zip(talks, answers, strict=True)
+        conversations = [
+            f"{prompt}{answer.text} {story(rng, 12)}"
+            for prompt, answer in zip(conversations, answers, strict=True)
         ]
     counts_after = counters(port)
     names = [f"vllm:prefix_cache_{counter}_total" for counter in ("hits", "queries")]
@@ -167,7 +169,7 @@ def measure_routing(port: int, name: str) -> None:
 
 
 def measure_prefill_split(port: int, name: str) -> list[str]:
-    """Four streams decode while long prompts arrive."""
+    """Measure ITL of four streams that decode while long prompts arrive. Returns all answers."""
     rng = random.Random(1)
     writing = [
         {"prompt": story(rng, 10), "max_tokens": 400, "temperature": 1, "seed": n}
@@ -191,10 +193,11 @@ def measure_prefill_split(port: int, name: str) -> list[str]:
 
 def main(
     model: Annotated[
-        str | None, typer.Argument(help="A folder or Hugging Face id.", show_default="quill")
+        str | None,
+        typer.Argument(help="Model folder or Hugging Face model ID.", show_default="quill"),
     ] = None,
 ) -> None:
-    """Measure three replicas on this machine."""
+    """Benchmark replicas on Ray Serve on this machine."""
     from ... import LLM, SamplingParams
     from ...serving.http.settings import ServerSettings
     from ...serving.ray import deploy

@@ -24,7 +24,7 @@ OPTIONS = {
     "as_json": Annotated[
         Path | None,
         o.option(
-            "Write the results as JSON; - is stdout, instead of the table.",
+            "Write the results as JSON to a file; - writes to stdout instead of the table.",
             o.OUTPUT,
             "FILE",
             name="--json",
@@ -33,23 +33,23 @@ OPTIONS = {
     "save_result": Annotated[
         bool,
         o.option(
-            "Write the results to a file named after the command and the time.",
+            "Write the results as JSON to a file named by command and time.",
             o.OUTPUT,
             name="--save-result",
         ),
     ],
     "result_filename": Annotated[
-        Path | None, o.option("Name of the file of --save-result.", o.OUTPUT, "FILE")
+        Path | None, o.option("File name for --save-result.", o.OUTPUT, "FILE")
     ],
     "plot": Annotated[
-        Path | None, o.option(f"Draw the results into a {', '.join(PLOTS)} file.", o.OUTPUT, "FILE")
+        Path | None, o.option(f"Plot the results to a {', '.join(PLOTS)} file.", o.OUTPUT, "FILE")
     ],
 }
 
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """The files to write, and the options that are recorded in them."""
+    """The files to write results to, and the options to record in them."""
 
     command: str
     options: dict[str, Any]
@@ -59,10 +59,12 @@ class ResultFiles:
     def write(
         self, result: dict[str, Any], text: str, draw: Callable[[Any, Any], None] | None = None
     ) -> None:
-        """Print the table, then write the files, so that the table appears even if a file cannot be
-        written.
+        """Print the table, then write the files; the table appears even if writing fails.
 
-        `draw` is called with the module `plot` and the figure.
+        Args:
+            result: The results to write as JSON.
+            text: The table.
+            draw: Draws the plot; called with the module `plot` and a figure.
         """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         head = {
@@ -80,7 +82,7 @@ class ResultFiles:
             if self.json is not None and str(self.json) != "-":
                 self.json.write_text(json.dumps(result, indent=1) + "\n")
             if self.plot is not None and draw is not None:
-                # The object interface has no window and no global state.
+                # matplotlib's object-oriented interface: no window, no global state.
                 from matplotlib.figure import Figure
 
                 from . import plot
@@ -93,8 +95,8 @@ class ResultFiles:
 
 
 def takes_report(excluded: Collection[str] = ("result_filename",)):
-    """A command with these options in place of its parameter `report`, the files that they ask
-    for.
+    """Replace a command's parameter `report` by the result file options; its value is a
+    `ResultFiles`.
     """
     added = {"context": typer.Context} | {
         name: OPTIONS[name] for name in OPTIONS if name not in excluded
@@ -109,7 +111,7 @@ def report(
     plot: Path | None = None,
     result_filename: Path | None = None,
 ) -> ResultFiles:
-    """The files by the options, checked before the benchmark starts."""
+    """Make a `ResultFiles` from the options, and check that the files can be written."""
     if save_result and as_json is not None:
         raise o.UsageError("--json and --save-result both write the results: leave one out")
     if result_filename is not None and not save_result:
@@ -138,7 +140,7 @@ def report(
 
 
 def json_value(value: Any) -> Any:
-    """Convert what JSON cannot represent: paths and infinity."""
+    """Convert a path or infinity, which JSON cannot represent, to a string."""
     return str(value) if isinstance(value, Path) or value == math.inf else value
 
 
@@ -149,7 +151,7 @@ def machine() -> dict[str, Any]:
 
 
 def latency_table(values: dict[str, list[float]], names: dict[str, str] = METRICS) -> str:
-    """Mean, median, P90 and P99 of each metric, in milliseconds."""
+    """A table with mean, median, P90 and P99 of each metric in milliseconds."""
     rows = [
         (names[metric], *("-",) * 4)
         if summary is None
@@ -168,7 +170,7 @@ def latency_table(values: dict[str, list[float]], names: dict[str, str] = METRIC
 
 
 def rates_table(result: dict[str, Any]) -> str:
-    """Counts and rates of one run."""
+    """A table with the counts and rates of one run."""
     head = (
         "answered",
         "seconds",

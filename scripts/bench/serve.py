@@ -1,4 +1,4 @@
-"""`quire bench serve`: load on an OpenAI-compatible server, and the times of its streams."""
+"""`quire bench serve`: benchmark an OpenAI-compatible server with streamed requests."""
 
 import math
 import os
@@ -27,75 +27,83 @@ GOALS = ("ttft", "tpot", "e2el")  # metrics of a single request
 SERVER = "The server"
 TRAFFIC = "The traffic"
 TOKENIZER_FILES = ["*.json", "*.jinja"]
-SPARE_FILES = 64  # open files other than connections
+SPARE_FILES = 64  # file descriptors for other uses than connections
 
 
 @reports.takes_report(excluded=())
 @load.takes_dataset
 def main(
     base_url: Annotated[
-        str | None, o.option("Address of the server.", SERVER, "URL", f"http://{HOST}:{PORT}")
+        str | None, o.option("URL of the server.", SERVER, "URL", f"http://{HOST}:{PORT}")
     ] = None,
     host: Annotated[
-        str | None, o.option("Its host, instead of --base-url.", SERVER, "HOST", HOST)
+        str | None, o.option("Server host, instead of --base-url.", SERVER, "HOST", HOST)
     ] = None,
     port: Annotated[
-        int | None, o.option("Its port, instead of --base-url.", SERVER, "PORT", f"{PORT}")
+        int | None, o.option("Server port, instead of --base-url.", SERVER, "PORT", f"{PORT}")
     ] = None,
     backend: Annotated[
         str | None,
-        o.option(f"Kind of the endpoint: {', '.join(BACKENDS)}.", SERVER, "KIND", "openai"),
+        o.option(f"Backend type: {', '.join(BACKENDS)}.", SERVER, "KIND", "openai"),
     ] = None,
     endpoint: Annotated[
         str | None,
-        o.option(f"Endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH", "that of --backend"),
+        o.option(
+            f"API endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH", "the endpoint of --backend"
+        ),
     ] = None,
     model: Annotated[
         str | None,
         o.option(
-            "Name of the model on the server.",
+            "Model name to request.",
             SERVER,
-            default_text="the first that the server lists",
+            default_text="the first model that the server lists",
         ),
     ] = None,
     tokenizer: Annotated[
         str | None,
         o.option(
-            "Folder or Hugging Face id, to draw and to measure prompts.",
+            "Folder or Hugging Face model ID of the tokenizer, to generate prompts and count "
+            "tokens.",
             SERVER,
             default_text="the model's name",
         ),
     ] = None,
     timeout: Annotated[
-        float, o.option("Time after which a request counts as failed.", SERVER, "SECONDS")
+        float, o.option("Request timeout; requests that exceed it fail.", SERVER, "SECONDS")
     ] = 600.0,
     num_prompts: load.NumPrompts = 100,
     *,
     dataset: load.Dataset,
     seed: load.Seed = 0,
     request_rate: Annotated[
-        float, o.option("Requests a second; inf: all at once.", TRAFFIC, "N")
+        float, o.option("Requests per second; inf sends all at once.", TRAFFIC, "N")
     ] = math.inf,
     burstiness: Annotated[
         float | None,
         o.option(
-            "Shape of the gamma distribution of waits: below 1 is burstier, above 1 steadier.",
+            "Shape of the gamma distribution of request intervals: below 1 is burstier, above 1 is "
+            "steadier.",
             TRAFFIC,
             "SHAPE",
-            "1: a Poisson process",
+            "1, a Poisson process",
         ),
     ] = None,
     max_concurrency: Annotated[
-        int | None, o.sized("Most requests in flight at once.", TRAFFIC, "N", "no limit")
+        int | None,
+        o.size_option("Maximum number of concurrent requests.", TRAFFIC, "N", "no limit"),
     ] = None,
     ignore_eos: Annotated[
-        bool, o.option("Ask for answers of full length.", TRAFFIC, name="--ignore-eos")
+        bool,
+        o.option(
+            "Send ignore_eos, so that answers have their full length.", TRAFFIC, name="--ignore-eos"
+        ),
     ] = False,
-    temperature: Annotated[float, o.option("Sent with every request.", TRAFFIC)] = 0.0,
+    temperature: Annotated[float, o.option("Sampling temperature of all requests.", TRAFFIC)] = 0.0,
     goals: Annotated[
         list[str] | None,
         o.option(
-            f"Count the requests that keep these limits, of {', '.join(GOALS)}.",
+            f"Report goodput: requests per second that meet these limits ({', '.join(GOALS)}).",
             TRAFFIC,
             "METRIC:MS ...",
             name="--goodput",
@@ -103,8 +111,8 @@ def main(
     ] = None,
     report: reports.ResultFiles,
 ) -> None:
-    """Send requests to a running server and time its streams. Sends OPENAI_API_KEY where that is
-    set.
+    """Benchmark a running OpenAI-compatible server with streamed requests. Uses OPENAI_API_KEY if
+    it is set.
     """
     base_url = base_address(base_url, host, port)
     endpoint = chosen_endpoint(backend, endpoint)
@@ -219,7 +227,7 @@ def parse_goals(goals: Sequence[str]) -> dict[str, float]:
 
 
 def find_model(server, base_url: str, model: str | None, timeout: float) -> str:
-    """The model's name on the server; an error if no server answers."""
+    """The model's name on the server; raises UsageError if no server answers."""
     import asyncio
 
     from . import client as client
@@ -239,7 +247,7 @@ def find_model(server, base_url: str, model: str | None, timeout: float) -> str:
 
 
 def find_tokenizer(server, model: str, chosen: str | None) -> Any:
-    """The given tokenizer, that of a model on this machine, or the server's."""
+    """Load the chosen tokenizer or a local model's, or use the server's tokenizer over HTTP."""
     from ...model.checkpoint.hub import BUNDLED
     from . import client as client
     from .server_tokenizer import ServerTokenizer
@@ -270,8 +278,8 @@ def read_tokenizer(name: str):
 
 
 def request_body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict[str, Any]:
-    """The body of a request. Random prompts are sent as token ids, which keeps their length; chats
-    only take text.
+    """The body of a request. Random prompts are sent as token ids, which keeps their exact length;
+    the chat endpoint accepts only text.
     """
     request = {
         "model": model,
@@ -292,7 +300,7 @@ def request_body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict
 
 
 def allow_connections(count: int) -> None:
-    """Raise the limit of open files, usually 1024: each connection is one."""
+    """Raise the limit of open files (usually 1024), because each connection takes one."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -311,8 +319,8 @@ async def send_requests(
     delays: Sequence[float],
     max_concurrency: int | None,
 ) -> tuple[list[RequestTimes], float]:
-    """Send each request when it is due, up to the concurrency limit. Returns answers in order, and
-    the duration.
+    """Send each request after its delay, subject to the concurrency limit. Returns (answers in
+    order, duration in seconds).
     """
     import asyncio
 
@@ -336,7 +344,7 @@ async def send_requests(
 def result_values(
     answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]
 ) -> dict[str, Any]:
-    """The results by the names of vLLM's result files, and the times of each request."""
+    """The results by the keys of vLLM's benchmark results, and the times of each request."""
     results: dict[str, Any] = totals(answers, duration) | flat(milliseconds(answers))
     if limits:
         results |= {
@@ -367,7 +375,7 @@ def paragraphs(
     limits: dict[str, float],
     drafts: Drafts | None,
 ) -> list[str]:
-    """The results as text."""
+    """The results as paragraphs of text."""
     texts = [reports.rates_table(result), reports.latency_table(values)]
     if drafts is not None:
         texts.append(drafts_table("requests", [(len(answers), drafts)]))

@@ -1,6 +1,4 @@
-"""A Quire server's own metrics before and after a load: event loop delays, memory and draft
-tokens.
-"""
+"""Server metrics before and after a load: event loop delays, memory and draft tokens."""
 
 import asyncio
 from collections.abc import Mapping
@@ -19,10 +17,10 @@ DRAFTS = "vllm:spec_decode_num_"
 class ServerStats:
     """The metrics at one moment."""
 
-    # Upper bound in seconds: number of timers delayed by at most that.
+    # Histogram: upper bound in seconds -> number of event loop timers delayed by at most that.
     delays: Mapping[float, float]
-    memory: float | None
-    drafts: Drafts | None  # of the model, with speculative decoding
+    memory: float | None  # resident bytes
+    drafts: Drafts | None  # None without speculative decoding
 
     def since(self, earlier: "ServerStats") -> dict[str, Any]:
         """The changes since an earlier moment."""
@@ -43,7 +41,7 @@ class ServerStats:
 
 
 def read_stats(server: client.ServerAddress, model: str, timeout: float) -> ServerStats | None:
-    """Read the metrics; None if the server has none or hides them."""
+    """Read /metrics; None if the server has no such metrics or denies access."""
     try:
         text = asyncio.run(client.get(server, "/metrics", timeout))
     except (client.Failure, OSError, EOFError):
@@ -62,7 +60,7 @@ def read_stats(server: client.ServerAddress, model: str, timeout: float) -> Serv
 
 
 def parse_drafts(samples: list[Any]) -> Drafts | None:
-    """The counters of draft tokens, which have the same names in vLLM; None if there are none."""
+    """Parse the draft token counters, which have vLLM's names; None if there are none."""
     totals: dict[str, float] = {}
     for sample in samples:
         if sample.name.startswith(DRAFTS):
@@ -82,7 +80,7 @@ def parse_drafts(samples: list[Any]) -> Drafts | None:
 
 
 def sentence(stats: Mapping[str, Any]) -> str:
-    """The changes as a sentence."""
+    """The changes in event loop delay and memory as a sentence."""
     delay_text = ", ".join(
         f"{stats[f'event_loop_delay_p{share}_ms']:g} ms (P{share})"
         for share in (50, 99)

@@ -1,4 +1,4 @@
-"""The tokenizer of a server, over HTTP, so that a benchmark needs no files of the model."""
+"""A server's tokenizer over HTTP, so that a benchmark needs no tokenizer files."""
 
 import asyncio
 import random
@@ -8,8 +8,8 @@ from typing import Any
 from . import client as client
 
 TIMEOUT = 10.0  # seconds
-NUM_WORDS = 4000  # of the texts from whose tokens prompts are drawn
-WORDS_PER_TEXT = 250  # servers reject texts longer than the model's context
+NUM_WORDS = 4000  # random words to tokenize; prompts are sampled from their tokens
+WORDS_PER_TEXT = 250  # short, because servers reject texts longer than the context length
 SYLLABLES = [
     first + vowel + last
     for first in "bcdfghklmnprstvw"
@@ -19,8 +19,8 @@ SYLLABLES = [
 
 
 class ServerTokenizer:
-    """The tokenizer interface that `load.Dataset.samples` needs, by `/tokenize` and `/detokenize`
-    of a server.
+    """The tokenizer interface for `load.Dataset.samples`, by a server's `/tokenize` and
+    `/detokenize`.
     """
 
     def __init__(self, server: client.ServerAddress, model: str):
@@ -29,7 +29,7 @@ class ServerTokenizer:
 
     @cached_property
     def ordinary(self) -> frozenset[int]:
-        """Token ids of made-up words: a large part of the vocabulary, without special tokens."""
+        """Token ids of random words: a large part of the vocabulary, without special tokens."""
         rng = random.Random(0)
         words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(NUM_WORDS)]
         texts = [
@@ -44,7 +44,7 @@ class ServerTokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """All ids below `vocab_size` from which prompts are not drawn."""
+        """All ids below `vocab_size` that prompts are not sampled from."""
         return frozenset(range(self.vocab_size)) - self.ordinary
 
     def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""`quire bench simulate`: the scheduler and the page table under a load of chats, without a
+"""`quire bench simulate`: simulate the scheduler and the page table under a chat load, without a
 model.
 """
 
@@ -29,37 +29,41 @@ NAMES = {
 def main(
     num_prompts: load.NumPrompts = 2000,
     request_rate: Annotated[
-        float, o.option("Requests a second, on average; they come in bursts.", load.DATA, "N")
+        float, o.option("Mean requests per second; arrivals are bursty.", load.DATA, "N")
     ] = 20.0,
     longest: Annotated[
-        int, o.sized("Longest prompt and longest answer.", load.DATA, "TOKENS")
+        int, o.size_option("Maximum length of a prompt and of an output.", load.DATA, "TOKENS")
     ] = 2000,
     shared_prefix: Annotated[
-        int, o.sized("System prompt that all begin with.", load.DATA, "TOKENS")
+        int,
+        o.size_option("Length of the system prompt that all requests share.", load.DATA, "TOKENS"),
     ] = 0,
     seed: load.Seed = 0,
-    num_pages: Annotated[int, o.sized("Pages of the KV cache.", o.MEMORY, "N")] = 6000,
+    num_pages: Annotated[
+        int, o.size_option("Number of pages in the KV cache.", o.MEMORY, "N")
+    ] = 6000,
     policy: Annotated[
         Policy,
         o.option(
-            "When requests are admitted. continuous: at every step; static: in full batches, each "
-            "when the last is over; dynamic: the same, but after --delay-ms the batch need not be "
-            "full.",
+            "Batching policy. continuous: admit requests at every step; static: admit a full batch "
+            "when the previous one has finished; dynamic: like static, but start an incomplete "
+            "batch after --delay-ms.",
             o.MEMORY,
-            "WHEN",
+            "POLICY",
         ),
     ] = Policy.continuous,
     delay_ms: Annotated[
-        float | None, o.option("How long a dynamic batch waits to be full.", o.MEMORY, "MS", "100")
+        float | None,
+        o.option("Maximum wait of a dynamic batch for more requests.", o.MEMORY, "MS", "100"),
     ] = None,
-    step_ms: Annotated[float, o.option("Time of every step.", DEVICE, "MS")] = 8.0,
-    row_us: Annotated[float, o.option("Time that each token of a step adds.", DEVICE, "US")] = 20.0,
+    step_ms: Annotated[float, o.option("Fixed time of a step.", DEVICE, "MS")] = 8.0,
+    row_us: Annotated[float, o.option("Additional time per token in a step.", DEVICE, "US")] = 20.0,
     *,
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Schedule chats on a simulated device. Prints waits, latencies, and how well batch and pages
-    are filled.
+    """Simulate scheduling of a chat load without a model. Prints queue times, latencies, and how
+    full the batch and the KV cache pages are.
     """
     from ...serving.cache.page_table import PageTable
     from ...serving.device.step_shape import StepShape

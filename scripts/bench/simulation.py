@@ -1,6 +1,7 @@
-"""The real scheduler and page table under load, with a simulated device and clock.
+"""Simulation of a load with the real scheduler and page table, and a simulated device and clock.
 
-A formula gives the time of a step. Its tokens arrive while the next step runs, as in service.
+A linear formula gives the time of a step. As in serving, the results of a step are processed while
+the next step runs.
 """
 
 import heapq
@@ -23,21 +24,19 @@ SAMPLE_PERIOD = 20  # steps between two entries of `Simulation.looks`
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """A request, and when its client gives up: `timeout` and `abort` are seconds after the
-    arrival.
-    """
+    """A request of the simulated load."""
 
-    arrival: float
+    arrival: float  # seconds
     prompt: Seq[int]
-    output: int
+    output: int  # number of output tokens
     priority: int = 0
-    timeout: float | None = None
-    abort: float | None = None
+    timeout: float | None = None  # seconds from arrival until it times out
+    abort: float | None = None  # seconds from arrival until its client disconnects
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step: a constant, and per token."""
+    """The time of a step in seconds: a constant (`step`) plus a time per token (`row`)."""
 
     step: float = 0.008
     row: float = 0.0004
@@ -52,25 +51,25 @@ class Look(NamedTuple):
     now: float
     running: int
     waiting: int
-    pages: float  # fraction of pages in use, of the fullest group
-    filled: float  # fraction of positions in use of allocated pages, of the first group
+    pages: float  # fraction of pages in use, in the fullest cache group
+    filled: float  # fraction of the allocated pages' positions in use, in the first cache group
     preemptions: int
 
 
 @dataclass
 class Outcome:
-    """The result of a request, in seconds of the simulation's clock."""
+    """The result of a request; times are in seconds of the simulated clock."""
 
     request: SimulatedRequest
     seq: Sequence
     started: float | None = None  # when its first tokens were scheduled
-    tokens: list[float] = field(default_factory=list)  # when each arrived
+    tokens: list[float] = field(default_factory=list)  # time of each output token
     ended: float | None = None
 
 
 class Policy(StrEnum):
-    """When requests are admitted: at every step, as a batch that is full or has waited, or as a
-    full batch.
+    """Batching policy: admit requests at every step (continuous), in batches that are full or have
+    waited long enough (dynamic), or in full batches (static).
     """
 
     continuous = "continuous"
@@ -79,7 +78,17 @@ class Policy(StrEnum):
 
 
 class Simulation:
-    """Without continuous batching, a batch is admitted when the one before is done."""
+    """Runs requests through the scheduler on a simulated device.
+
+    Args:
+        table: The page table.
+        shape: Limits of a step.
+        cost: Time of a step.
+        policy: Batching policy. Without continuous batching, a batch is admitted when the previous
+            one has finished.
+        delay: Seconds that a dynamic batch waits to be full.
+        checks: Check the scheduler's invariants every `checks` steps; 0: only at the end.
+    """
 
     def __init__(
         self,
@@ -95,7 +104,7 @@ class Simulation:
         self.checks = checks
         self.table = table
         self.policy = policy
-        self.delay = delay  # seconds that a dynamic batch waits to be full
+        self.delay = delay
         self.now = 0.0
         self.steps = 0
         self.rows = 0
@@ -105,7 +114,7 @@ class Simulation:
         self.held: list[Sequence] = []  # arrived, waiting for a batch
 
     def run(self, requests: Seq[SimulatedRequest]) -> list[Outcome]:
-        """Serve all requests, given in order of arrival."""
+        """Serve all requests, sorted by arrival."""
         leaving: list[tuple[float, int, str, Sequence]] = []
         place = 0
         in_flight = None
@@ -132,7 +141,7 @@ class Simulation:
                 for seq in batch:
                     scheduler.add(seq)
             plan = scheduler.schedule()
-            scheduler.take_moves()  # they take no time in the simulation
+            scheduler.take_moves()  # page copies take no time in the simulation
             if plan is None and in_flight is None:
                 coming = [requests[place].arrival] if place < len(requests) else []
                 coming += [leaving[0][0]] if leaving else []
@@ -160,11 +169,11 @@ class Simulation:
 
     @property
     def due(self) -> float:
-        """When a dynamic batch starts, full or not."""
+        """When a dynamic batch starts even if it is not full."""
         return self.outcomes[self.held[0]].request.arrival + self.delay
 
     def batch_is_ready(self, last: bool) -> bool:
-        """Whether the waiting requests form a batch; the last ones always do."""
+        """Whether the held requests may start as a batch; `last`: no more requests will arrive."""
         full = len(self.held) >= self.scheduler.shape.max_seqs
         return full or last or (self.policy is Policy.dynamic and self.now >= self.due)
 
@@ -186,7 +195,7 @@ class Simulation:
             if item.num_samples:
                 seq.pending -= 1
                 if seq.finish_reason is None:
-                    # Unique tokens: only prompts are shared.
+                    # Distinct token ids, so that only prompts hit the prefix cache.
                     seq.tokens.append(-len(seq.tokens))
                     self.outcomes[seq].tokens.append(self.now)
                     if seq.num_output >= seq.max_tokens:
@@ -225,9 +234,14 @@ class Simulation:
 def conversations(
     count: int, rate: float, seed: int = 0, limit: int = 2000, shared: int = 0
 ) -> list[SimulatedRequest]:
-    """Requests with log-normal lengths like chats, in bursts of a random rate.
+    """Requests with log-normal lengths typical of chats, and arrivals in bursts of random rates.
 
-    `shared` is the length of a common system prompt.
+    Args:
+        count: Number of requests.
+        rate: Mean requests per second.
+        seed: Random seed.
+        limit: Maximum length of a prompt and of an output.
+        shared: Length of a common system prompt.
     """
     rng = random.Random(seed)
     requests = []

@@ -1,7 +1,6 @@
-"""`quire bench startup`: seconds from the start of a process to its first token, with empty and
-with full caches.
+"""`quire bench startup`: time from process start to the first token, with cold and warm caches.
 
-The process that is timed runs this module: `python -m quire.scripts.bench.startup OPTIONS`.
+The timed subprocess runs this module: `python -m quire.scripts.bench.startup OPTIONS`.
 """
 
 import json
@@ -27,7 +26,7 @@ STAGES = {
     "token": "first token",
 }
 PROMPT = [0] * 16
-CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs and kernels
+CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # variables: folders of compiled code
 
 
 @reports.takes_report()
@@ -35,20 +34,20 @@ CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs a
 def main(
     model: o.Model = None,
     num_iters: Annotated[
-        int, o.sized("Starts with empty caches, and as many with full ones.", load.DATA, "N")
+        int, o.size_option("Number of cold starts, each followed by a warm start.", load.DATA, "N")
     ] = 3,
     *,
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Start the model in fresh processes. Prints seconds to each stage, with empty (cold) and full
+    """Measure startup in new processes. Prints the seconds to each stage with empty (cold) and full
     (warm) caches.
     """
     load.above_zero(num_iters=num_iters)
     from ...model.checkpoint import hub
 
     source = {name: engine.pop(name, None) for name in ("revision", "download_dir")}
-    # A download does not count.
+    # Downloads before the measurement.
     options = {"model": str(hub.resolve(model, **source).resolve()), **engine}
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(num_iters):
@@ -73,8 +72,8 @@ def main(
 
 
 def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
-    """Seconds from the start of a process to the end of each stage, with only these folders as
-    caches.
+    """Start a process whose caches are in the folder `caches`. Returns the seconds from its start
+    to the end of each stage.
     """
     environment = {
         name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
@@ -91,7 +90,7 @@ def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
 
 
 def probe(options: dict[str, Any]) -> dict[str, float]:
-    """Run in the timed process: the moment at which each stage ends."""
+    """Run in the timed process; returns the clock time at which each stage ends."""
     stage_ends = {"python": monotonic()}
     import jax  # noqa: F401
 
@@ -106,7 +105,7 @@ def probe(options: dict[str, Any]) -> dict[str, float]:
 
 
 def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> str:
-    """Mean seconds to the end of each stage, and the range of the total."""
+    """A table with the mean seconds to the end of each stage, and the range of the total."""
     rows = [
         (
             state,
@@ -126,5 +125,5 @@ def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> st
 if __name__ == "__main__":
     try:
         print(json.dumps(probe(json.loads(sys.argv[1]))))
-    except (ValueError, KeyboardInterrupt) as error:  # user errors: only the message is read
+    except (ValueError, KeyboardInterrupt) as error:  # the parent process shows only the last line
         sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""`quire bench step`: where the time of a decode step goes."""
+"""`quire bench step`: profile a decode step by part of the model and kind of operation."""
 
 import re
 import statistics
@@ -24,54 +24,60 @@ KERNELS = {
     "heads": "heads (norms, rotation)",
     "residual": "residual and norm",
 }
-WRAPPERS = re.compile(
+WRAPPERS = re.compile(  # scopes that do not name a part of the model
     r"jit\(.*\)|pjit|while|body|cond|closed_call|layer\d+|branch_\d+_fun|"
-)  # scopes that name no part
+)
 OPERATION = re.compile(r'%([\w.-]+) = .*? ([a-z][\w-]*)\(.*?op_name="([^"]*)"')
-HOLDS_OTHERS = {"while", "conditional", "call"}  # their time is the sum of nested operations
+CONTROL_FLOW = {"while", "conditional", "call"}  # skipped: contain the time of nested operations
 EXECUTION = "ThunkExecutor::Execute"
-SPARE = 48  # steps before the first measured one, and in flight after the last
+SPARE = 48  # decode steps besides the measured ones: before the first and in flight after the last
 
 
 @dataclass
 class OperationGroup:
-    """The operations of one kind in one part of a model."""
+    """All operations of one kind in one part of the model; counts and times are per step."""
 
-    scope: str
-    kind: str
-    launches: float = 0  # per step
+    scope: str  # part of the model
+    kind: str  # kind of operation
+    launches: float = 0
     seconds: float = 0
 
 
 @dataclass(frozen=True)
-class Traced:
-    """Steps in an XLA trace; all times are per step."""
+class TraceSummary:
+    """Summary of an XLA trace of steps."""
 
-    parts: list[OperationGroup]  # in the order of their first operation
-    program: float  # seconds in which a program runs
-    steps: int
+    groups: list[OperationGroup]  # in the order of their first operation
+    program: float  # seconds per step in which a program runs
+    steps: int  # number of steps in the trace
 
 
 @reports.takes_report(excluded=("plot", "result_filename"))
 @o.takes_engine()
 def main(
     model: o.Model = None,
-    batch_size: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 1,
-    input_len: Annotated[int, o.sized("Prompt length of each.", load.DATA, "TOKENS")] = 128,
-    num_steps: Annotated[int, o.sized("Decode steps to measure.", load.DATA, "N")] = 128,
+    batch_size: Annotated[
+        int, o.size_option("Number of sequences that decode together.", load.DATA, "N")
+    ] = 1,
+    input_len: Annotated[
+        int, o.size_option("Prompt length of each sequence.", load.DATA, "TOKENS")
+    ] = 128,
+    num_steps: Annotated[
+        int, o.size_option("Number of decode steps to measure.", load.DATA, "N")
+    ] = 128,
     seed: load.Seed = 0,
     *,
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Trace decode steps on a CPU. Prints a step's time by part: products, attention, the rest, the
-    host.
+    """Profile decode steps on a CPU. Prints a step's time by part of the model (matrix products,
+    attention and so on), and the time of the host.
     """
     load.above_zero(batch_size=batch_size, input_len=input_len, num_steps=num_steps)
     import jax
 
-    # The parts are named by the programs' metadata, which XLA's cache otherwise ignores: it would
-    # return programs of an older Quire, with the names of that time.
+    # Operations are classified by metadata, which is not part of the compilation cache's key by
+    # default: a cached program from an older version would have outdated scope names.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     with load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm:
         runner = llm.engine.runner
@@ -109,7 +115,7 @@ def main(
 
 
 def compiled(runner: Any) -> list[Any]:
-    """All compiled step programs of the engine."""
+    """All compiled step programs of the runner."""
     steps = [*runner.compiled.values(), *runner.plain.values(), *runner.without_drafter.values()]
     return [*steps, *([runner.fused_steps] if runner.fused_steps is not None else [])]
 
@@ -117,8 +123,8 @@ def compiled(runner: Any) -> list[Any]:
 def decode(
     llm: Any, samples: Sequence[load.Sample], count: int, folder: str | None = None
 ) -> LoadRun:
-    """Run `count` decode steps of all samples together, after their first tokens; optionally traced
-    into a folder.
+    """Run at least `count` decode steps with all samples in the batch; with `folder`, write an XLA
+    trace of them there.
     """
     import jax
 
@@ -138,7 +144,7 @@ def decode(
             llm.step()
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        jax.block_until_ready(engine.runner.state)  # so that the trace has whole steps
+        jax.block_until_ready(engine.runner.state)  # so that the trace has only complete steps
         with jax.profiler.trace(folder, profiler_options=options) if folder else nullcontext():
             begin = last = perf_counter()
             while sum(step.plan.steps for step in steps) < count and not any(
@@ -157,8 +163,8 @@ def decode(
     return LoadRun([], steps, seconds)
 
 
-def read(trace: Any, programs: Iterable[str]) -> Traced:
-    """Summarise a trace of the steps of these programs, given as HLO text."""
+def read(trace: Any, programs: Iterable[str]) -> TraceSummary:
+    """Summarise a trace of steps; `programs` is the HLO text of the step programs."""
     operations = [{m[1]: (m[2], m[3]) for m in OPERATION.finditer(program)} for program in programs]
     events = defaultdict(list)
     executions = []
@@ -172,7 +178,7 @@ def read(trace: Any, programs: Iterable[str]) -> Traced:
                     )
                 elif event.name.startswith(EXECUTION):
                     executions.append((event.start_ns, event.start_ns + event.duration_ns))
-    parts_by_key: dict[tuple[str, str], OperationGroup] = {}
+    groups_by_key: dict[tuple[str, str], OperationGroup] = {}
     steps = 0
     for module_events in events.values():
         names = Counter(name for _, name in module_events)
@@ -180,28 +186,29 @@ def read(trace: Any, programs: Iterable[str]) -> Traced:
             operations, key=lambda program: sum(name in program for name in names)
         )
         if not any("/logits/" in operations_by_name.get(name, ("", ""))[1] for name in names):
-            continue  # not a step: page copies and others
+            continue  # not a step program, such as page copies
         steps += statistics.mode(names.values())
         for event, name in sorted(module_events, key=lambda entry: entry[0].start_ns):
             opcode, path = operations_by_name.get(name, (name.split(".")[0], ""))
-            if opcode in HOLDS_OTHERS:
+            if opcode in CONTROL_FLOW:
                 continue
             key = classify_operation(path)
-            model_part = parts_by_key.setdefault(key, OperationGroup(*key))
-            model_part.launches += 1
-            model_part.seconds += event.duration_ns / 1e9
+            group = groups_by_key.setdefault(key, OperationGroup(*key))
+            group.launches += 1
+            group.seconds += event.duration_ns / 1e9
     if not steps:
         raise o.UsageError(
             "the trace has no operations of a step: this version of JAX does not name them"
         )
-    for model_part in parts_by_key.values():
-        model_part.launches = model_part.launches / steps
-        model_part.seconds = model_part.seconds / steps
-    return Traced(list(parts_by_key.values()), union_length(executions) / 1e9 / steps, steps)
+    for group in groups_by_key.values():
+        group.launches = group.launches / steps
+        group.seconds = group.seconds / steps
+    program_seconds = union_length(executions) / 1e9 / steps
+    return TraceSummary(list(groups_by_key.values()), program_seconds, steps)
 
 
 def classify_operation(path: str) -> tuple[str, str]:
-    """An operation's part of the model and its kind, by its name in the traced program."""
+    """(part of the model, kind of operation) by an operation's scope path in the program."""
     scopes = [scope for scope in path.split("/")[:-1] if not WRAPPERS.fullmatch(scope)]
     kernels = [scope.split(".") for scope in scopes if scope.startswith("quire.ops.")]
     scopes = [scope for scope in scopes if not scope.startswith("quire.ops.")]
@@ -210,7 +217,7 @@ def classify_operation(path: str) -> tuple[str, str]:
 
 
 def union_length(spans: list[tuple[float, float]]) -> float:
-    """The total length of the union of spans."""
+    """The length of the union of intervals (start, end)."""
     total = 0.0
     end = float("-inf")
     for first, last in sorted(spans):
@@ -219,24 +226,24 @@ def union_length(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def idle_seconds(step_seconds: float, traced: Traced) -> dict[str, float]:
-    """Seconds of a step in which no operation runs."""
-    inside = sum(model_part.seconds for model_part in traced.parts)
+def idle_seconds(step_seconds: float, traced: TraceSummary) -> dict[str, float]:
+    """Seconds per step in which no operation runs, within and between programs."""
+    inside = sum(group.seconds for group in traced.groups)
     return {
         "between operations": max(0.0, traced.program - inside),
         "between programs: launch, host": max(0.0, step_seconds - traced.program),
     }
 
 
-def result(name: str, roof: Roof, step_seconds: float, traced: Traced) -> dict[str, Any]:
+def result(name: str, roof: Roof, step_seconds: float, traced: TraceSummary) -> dict[str, Any]:
     part_rows = [
         {
-            "scope": model_part.scope,
-            "kind": model_part.kind,
-            "launches": model_part.launches,
-            "ms": model_part.seconds * 1000,
+            "scope": group.scope,
+            "kind": group.kind,
+            "launches": group.launches,
+            "ms": group.seconds * 1000,
         }
-        for model_part in traced.parts
+        for group in traced.groups
     ]
     return {
         "model": name,
@@ -253,11 +260,11 @@ def result(name: str, roof: Roof, step_seconds: float, traced: Traced) -> dict[s
 
 
 def text(
-    name: str, batch: int, length: int, roof: Roof, step_seconds: float, traced: Traced
+    name: str, batch: int, length: int, roof: Roof, step_seconds: float, traced: TraceSummary
 ) -> str:
     rows = [
-        (f"{model_part.scope}: {model_part.kind}", f"{model_part.launches:.0f}", model_part.seconds)
-        for model_part in traced.parts
+        (f"{group.scope}: {group.kind}", f"{group.launches:.0f}", group.seconds)
+        for group in traced.groups
     ]
     rows += [(key, "", seconds) for key, seconds in idle_seconds(step_seconds, traced).items()]
     times = [

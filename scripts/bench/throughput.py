@@ -1,6 +1,4 @@
-"""`quire bench throughput`: many requests at once, and decode steps against the memory
-bandwidth.
-"""
+"""`quire bench throughput`: offline throughput, and decode steps against the memory roofline."""
 
 import tempfile
 from pathlib import Path
@@ -29,11 +27,11 @@ def main(
     num_prompts: load.NumPrompts = 64,
     concurrency: Annotated[
         list[int] | None,
-        o.sized(
-            "Most requests at once; several values make a run each.",
+        o.size_option(
+            "Maximum number of concurrent requests; one run for each value.",
             load.DATA,
             "N ...",
-            "as many as the engine takes",
+            "the engine's maximum",
         ),
     ] = None,
     *,
@@ -41,25 +39,37 @@ def main(
     in_batches: Annotated[
         bool,
         o.option(
-            "Add the next requests when all are answered, to see the gain of continuous batching.",
+            "Use static batching (add requests only when all current ones have finished), to "
+            "measure the gain of continuous batching.",
             load.DATA,
             name="--in-batches",
         ),
     ] = False,
     adapters: Annotated[
         int | None,
-        o.sized("Random LoRA adapters that the requests take in turn.", load.DATA, "N", "none"),
+        o.size_option(
+            "Number of random LoRA adapters, assigned to the requests in turn.",
+            load.DATA,
+            "N",
+            "none",
+        ),
     ] = None,
-    adapter_rank: Annotated[int, o.sized("Their rank.", load.DATA, "N")] = 16,
+    adapter_rank: Annotated[
+        int, o.size_option("Rank of the random LoRA adapters.", load.DATA, "N")
+    ] = 16,
     seed: load.Seed = 0,
     temperature: load.Temperature = 0.0,
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Answer many requests at once. Prints rates, and decode steps against the memory bandwidth."""
-    least = min(concurrency or [1])
+    """Measure offline throughput. Prints token rates, and decode step times relative to the memory
+    bandwidth.
+    """
     load.above_zero(
-        num_prompts=num_prompts, concurrency=least, adapters=adapters, adapter_rank=adapter_rank
+        num_prompts=num_prompts,
+        concurrency=min(concurrency or [1]),
+        adapters=adapters,
+        adapter_rank=adapter_rank,
     )
     if adapters is not None:
         engine |= {"enable_lora": True, "max_loras": adapters, "max_lora_rank": adapter_rank}
@@ -80,7 +90,7 @@ def main(
         points = []
         drafts = []
         for level in sorted(set(concurrency or [max_num_seqs])):
-            # Each level has requests of its own, so that no level hits cached prefixes.
+            # Each level has other requests, so that none hit the prefixes cached by another level.
             samples = dataset.samples(
                 num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size
             )
@@ -168,7 +178,9 @@ def text(
 
 
 def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
-    """The bytes that a decode step reads, the time that takes at least, and the measured time."""
+    """A table with the bytes that a decode step reads, the minimum time for that, and the measured
+    time.
+    """
     rows = [
         (
             p["concurrency"],

@@ -1,1 +1,1 @@
-"""Checks and timings on an NVIDIA GPU."""
+"""Correctness checks and timings on an NVIDIA GPU: `python -m quire.scripts.gpu.check`."""

@@ -1,8 +1,7 @@
-"""The attention kernel by itself: compared with float64 on random inputs, and timed with the card
-warm.
+"""Checks of the attention kernel alone: accuracy against float64 on random inputs, and time.
 
-Pages and slots that no sequence owns hold NaN. The table sets the bytes and operations of each case
-against the card's own rates of copying and multiplying.
+Free pages and unused slots hold NaN, so that reads out of bounds are noticed. Times are compared
+with the GPU's measured copy bandwidth and matrix product throughput.
 """
 
 import os
@@ -21,33 +20,34 @@ from ...ops.attention.accuracy import Trial, arrays, attend, measure_attention
 from ...ops.attention.backend import AttentionShape
 from ...ops.attention.flashinfer_kernel import library
 from ...ops.gpu import device as gpu_device
-from ..collect_env import first_to
-from .common import UNTRIED, CheckSizes, PartReport, card_rates, seconds
+from ..collect_env import first_supported
+from .common import UNTESTED, CheckSizes, PartReport, measured_rates, seconds
 from .step_time import attention_seconds, known_device
 
 
 @dataclass(frozen=True)
 class TimedTrial(Trial):
-    """A trial with the bytes that it moves and the operations that it computes."""
+    """A benchmark case, with the bytes that it moves and the operations that it computes."""
 
-    goal: str = ""
+    goal: str = ""  # target in words, for the report
 
     @property
     def seen(self) -> int:
-        """Pairs of a query and a key that it attends to, in one sequence."""
+        """Number of unmasked (query, key) pairs in one sequence."""
         first = self.length - self.rows
         return sum(min(p + 1, self.window or p + 1) for p in range(first, self.length))
 
     @property
     def bytes(self) -> int:
-        """Keys and values once, queries and results once."""
+        """Bytes of keys and values, each read once, and of queries and results."""
         keys = min(self.length, (self.window or self.length) + self.rows - 1)
-        held = self.width if self.values else 2 * self.width
-        each = held * 2 if self.codes is None else held + 2 * 4
-        rows = (
+        elements = self.width if self.values else 2 * self.width
+        # Quantised pages have a float32 scale per key and per value.
+        bytes_per_key = elements * 2 if self.codes is None else elements + 2 * 4
+        row_bytes = (
             self.sequences * self.rows * self.heads * (self.width + (self.values or self.width)) * 2
         )
-        return self.sequences * keys * self.kv_heads * each + rows
+        return self.sequences * keys * self.kv_heads * bytes_per_key + row_bytes
 
     @property
     def operations(self) -> int:
@@ -91,61 +91,65 @@ FAST = [
 
 
 def implementation(name: str) -> Callable:
-    """Without a trial."""
-    module = import_module(f".{UNTRIED[name]}", attention.__name__)
+    """The `attend` function of an implementation, without its self-test."""
+    module = import_module(f".{UNTESTED[name]}", attention.__name__)
     return module.attend
 
 
 def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """Every case against float64."""
+    """Compare the kernel with float64 in every case."""
     for trial in RIGHT:
         if trial.length > scale.longest:
             continue
         try:
-            found = measure_attention(trial, implementation(scale.kernel), seed)
+            accuracy = measure_attention(trial, implementation(scale.kernel), seed)
         except NotImplementedError as reason:
             report(f"left   {trial.name:34} {reason}")
             continue
-        if found.wrong:
-            report.wrong(f"{trial.name}: wrong {found.wrong}")
+        if accuracy.wrong:
+            report.wrong(f"{trial.name}: wrong {accuracy.wrong}")
         report(
-            f"{'WRONG' if found.wrong else 'right'}  {trial.name:34} error {found.error:.1e}, "
-            f"in the worst row {found.worst_row:.1e}",
-            **{trial.name: found.error},
+            f"{'WRONG' if accuracy.wrong else 'right'}  {trial.name:34} error "
+            f"{accuracy.error:.1e}, in the worst row {accuracy.worst_row:.1e}",
+            **{trial.name: accuracy.error},
         )
 
 
 def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """Whether an engine chooses the kernel by itself, in a process that holds most of the card's
-    memory.
+    """Check that an engine selects the kernel by itself, in a process that has allocated most of
+    the GPU's memory.
     """
     trial = Trial("decode", 5, 700)
     began = time.perf_counter()
-    shown = []
+    measurements = []
     with tempfile.TemporaryDirectory() as empty:
-        os.environ["XDG_CACHE_HOME"] = empty  # no earlier choice is cached there
-        name, declined = first_to(
-            lambda implementation: shown.append(measure_attention(trial, implementation, seed))
+        os.environ["XDG_CACHE_HOME"] = empty  # no cached self-test results
+        name, rejections = first_supported(
+            lambda implementation: measurements.append(
+                measure_attention(trial, implementation, seed)
+            )
         )
     took = time.perf_counter() - began
-    found = shown[0]
-    said = "; ".join((name, *declined))
+    accuracy = measurements[0]
+    summary = "; ".join((name, *rejections))
     report(
-        f"{said}; found out in {took:.0f} s, error {found.error:.1e}",
+        f"{summary}; found out in {took:.0f} s, error {accuracy.error:.1e}",
         chosen=name,
-        declined=declined,
-        error=found.error,
+        declined=rejections,
+        error=accuracy.error,
     )
     if gpu_device.is_gpu() and name not in (scale.kernel, "flashinfer"):
         report.wrong(f"{name} was chosen")
-    if found.wrong:
-        report.wrong(f"it is wrong {found.wrong}")
+    if accuracy.wrong:
+        report.wrong(f"it is wrong {accuracy.wrong}")
 
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """The time of each case, beside that of its bytes and of its operations at the card's own
-    rates, the guess, XLA's, and FlashInfer's where that is installed and has a kernel for it."""
-    copy, product = card_rates(report, scale)
+    """Time each case: the kernel, the performance model's prediction, XLA, and FlashInfer where it
+    is installed and supports the case. Also reports the shares of the GPU's measured copy bandwidth
+    and product throughput.
+    """
+    copy, product = measured_rates(report, scale)
     device = known_device(jax.devices()[0].device_kind)
     report(
         f"{'work':32} {'ms':>9} {'guess':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9} "
@@ -156,7 +160,7 @@ def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
     ]:
         inputs = arrays(work, seed)
         try:
-            took, plain = (
+            took, xla_seconds = (
                 seconds(
                     jax.jit(partial(attend, work, implementation(name))), *inputs, bursts=bursts
                 )
@@ -165,18 +169,19 @@ def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
         except NotImplementedError as reason:
             report(f"{work.name:32} {reason}")
             continue
-        other = by_flashinfer(work, inputs)
+        flashinfer_seconds = time_flashinfer(work, inputs)
         shares = work.bytes / took / copy, work.operations / took / product
         guess = attention_seconds(device, work.bytes, work.operations) if device else None
         report(
-            f"{work.name:32} {took * 1e3:9.3f} {shown(guess)} {shares[0]:7.1%} {shares[1]:7.1%} "
-            f"{shown(plain)} {shown(other)}  {work.goal}",
+            f"{work.name:32} {took * 1e3:9.3f} {milliseconds(guess)} {shares[0]:7.1%} "
+            f"{shares[1]:7.1%} {milliseconds(xla_seconds)} {milliseconds(flashinfer_seconds)}  "
+            f"{work.goal}",
             **{
                 work.name: {
                     "seconds": took,
                     "guess": guess,
-                    "xla": plain,
-                    "flashinfer": other,
+                    "xla": xla_seconds,
+                    "flashinfer": flashinfer_seconds,
                     "copy": shares[0],
                     "product": shares[1],
                 }
@@ -184,13 +189,13 @@ def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
         )
 
 
-def shown(found: float | None) -> str:
-    """Milliseconds, in a column of nine."""
-    return f"{'-':>9}" if found is None else f"{found * 1e3:9.3f}"
+def milliseconds(duration: float | None) -> str:
+    """Seconds formatted as milliseconds, nine characters wide."""
+    return f"{'-':>9}" if duration is None else f"{duration * 1e3:9.3f}"
 
 
-def by_flashinfer(work: Trial, inputs: tuple) -> float | None:
-    """Seconds of FlashInfer's kernel; None where there is none."""
+def time_flashinfer(work: Trial, inputs: tuple) -> float | None:
+    """Seconds of FlashInfer's kernel; None if it is not installed or does not support the case."""
     q, pages, rows, sinks = inputs
     if library.missing() is not None or not gpu_device.is_gpu():
         return None

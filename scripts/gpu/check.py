@@ -1,9 +1,9 @@
-"""Checks and times Quire on this machine's NVIDIA GPU: `python -m quire.scripts.gpu.check [--out
+"""Check and time Quire on this machine's NVIDIA GPU: `python -m quire.scripts.gpu.check [--out
 FOLDER]`.
 
-Every part runs in a process of its own: it finds an empty card, a crash or a hang stops no other
-part, and what it has found by then is kept. The most important parts run first, as long as there is
-time.
+Every part runs in a process of its own, with the whole GPU memory. A crash or a hang does not
+affect other parts, and results reported before it are kept. The most important parts run first;
+parts that do not fit into the time limit are skipped.
 """
 
 import argparse
@@ -25,25 +25,21 @@ GRAPHS = "--xla_gpu_enable_command_buffer="
 
 @dataclass(frozen=True)
 class CheckPart:
-    """A part of the check; it is skipped when fewer seconds are left than it needs on an H100, by
-    estimate.
-    """
+    """A part of the check, skipped when the remaining time is below `estimated_seconds`."""
 
     name: str
     title: str
     module: str
     function: str
-    needs: float
+    estimated_seconds: float  # on an H100
     options: dict[str, Any] = field(default_factory=dict)
-    flags: str = ""  # of XLA, besides those of the environment
+    flags: str = ""  # XLA flags in addition to those in the environment
 
-    def attention(self, found: dict[str, Any]) -> dict[str, str]:
-        """The attention that it uses: its own choice, or the kernel unless that has failed
-        already.
-        """
+    def attention(self, results: dict[str, Any]) -> dict[str, str]:
+        """The attention to use: the part's own option, else the kernel unless its checks failed."""
         if self.function not in ("run", "experts"):
             return {}
-        works = all(sound(found[name]) for name in ("right", "step_kernel") if name in found)
+        works = all(passed(results[name]) for name in ("right", "step_kernel") if name in results)
         return {"attention": self.options.get("attention") or ("kernel" if works else "xla")}
 
 
@@ -88,51 +84,54 @@ MACHINE = CheckPart("machine", "the machine", ".check", "machine", 0)
 Launch = Callable[[CheckPart, dict[str, str], float], dict[str, Any]]
 
 
-def sound(found: dict[str, Any]) -> bool:
-    return not {"failed", "wrong", "skipped"} & set(found)
+def passed(findings: dict[str, Any]) -> bool:
+    return not {"failed", "wrong", "skipped"} & set(findings)
 
 
 def check(
-    parts: Sequence[CheckPart],
+    check_parts: Sequence[CheckPart],
     budget: float,
     launch: Launch,
     save: Callable[[dict[str, Any]], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """The findings of each part; a part that needs more seconds than are left is skipped."""
+    """Run the parts that fit into `budget` seconds. Returns the findings by part."""
     began = clock()
-    found = {}
-    for part in parts:
-        left = budget - (clock() - began)
-        print(f"\n{part.name}: {part.title}", flush=True)
-        if left < part.needs:
-            found[part.name] = {
-                "skipped": f"{left:.0f} s are left and it takes about {part.needs:.0f}"
-            }
-            print(f"skipped: {found[part.name]['skipped']}", flush=True)
+    results = {}
+    for check_part in check_parts:
+        remaining = budget - (clock() - began)
+        print(f"\n{check_part.name}: {check_part.title}", flush=True)
+        if remaining < check_part.estimated_seconds:
+            reason = (
+                f"{remaining:.0f} s are left and it takes about {check_part.estimated_seconds:.0f}"
+            )
+            results[check_part.name] = {"skipped": reason}
+            print(f"skipped: {reason}", flush=True)
         else:
             started = clock()
             # A part that hangs must leave time for the others.
-            found[part.name] = launch(part, part.attention(found), min(left, 2.5 * part.needs))
-            found[part.name]["took"] = clock() - started
-            if failed := found[part.name].get("failed"):
+            limit = min(remaining, 2.5 * check_part.estimated_seconds)
+            findings = launch(check_part, check_part.attention(results), limit)
+            results[check_part.name] = findings
+            findings["took"] = clock() - started
+            if failed := findings.get("failed"):
                 print(f"FAILED: {failed}", flush=True)
-        save(found)
-    return found
+        save(results)
+    return results
 
 
 def start(
-    part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool
+    check_part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool
 ) -> dict[str, Any]:
-    """Run a part in a process of its own. Returns its findings, and how it failed if it did."""
-    file = folder / f"{part.name}.json"
-    errors = folder / f"{part.name}.err"
+    """Run a part in a subprocess. Returns its findings; `failed` holds the reason if it failed."""
+    file = folder / f"{check_part.name}.json"
+    errors = folder / f"{check_part.name}.err"
     command = [
         sys.executable,
         "-m",
         __spec__.name if __spec__ else __name__,
         "--part",
-        part.name,
+        check_part.name,
         "--file",
         str(file),
     ]
@@ -142,7 +141,7 @@ def start(
         *(["--attention", chosen["attention"]] if chosen else []),
         *["--tiny"] * tiny,
     ]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {check_part.flags}".strip()
     with errors.open("w") as stderr:
         child = subprocess.Popen(
             command, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -155,15 +154,13 @@ def start(
             failed = f"it took longer than {limit:.0f} s"
         finally:
             if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # with its own children
+                os.killpg(child.pid, signal.SIGKILL)  # its children too
                 child.wait()
-    found = json.loads(file.read_text()) if file.exists() else {}
+    findings = json.loads(file.read_text()) if file.exists() else {}
     if failed:
-        last = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()][
-            -12:
-        ]
-        found["failed"] = "\n".join([failed, *last])
-    return found
+        lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+        findings["failed"] = "\n".join([failed, *lines[-12:]])
+    return findings
 
 
 def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
@@ -174,75 +171,86 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 
     use_compile_cache()
     scale = TINY if tiny else FULL if is_hopper() else replace(FULL, kernel="triton")
-    part = next(part for part in (*PARTS, MACHINE) if part.name == name)
-    options = {name: value for name, value in part.options.items() if name != "attention"}
+    check_part = next(check_part for check_part in (*PARTS, MACHINE) if check_part.name == name)
+    options = {name: value for name, value in check_part.options.items() if name != "attention"}
     options |= {} if attention is None else {"attention": attention}
-    run = getattr(importlib.import_module(part.module, __package__), part.function)
+    run = getattr(importlib.import_module(check_part.module, __package__), check_part.function)
     run(PartReport(file), scale, seed, **options)
 
 
 def machine(report, scale, seed: int) -> None:
-    """The card, and XLA's flags."""
+    """Report the GPU, whether it is supported, and the XLA flags."""
     from ...ops.gpu import device
     from ...ops.gpu.self_test import describe_gpu
 
-    found = {
+    findings = {
         "serves": device.is_gpu() and device.no_ampere_reason() is None,
         **describe_gpu(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "seed": seed,
     }
-    report(**found)
+    report(**findings)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Check and time Quire on this machine's NVIDIA GPU."
     )
-    parser.add_argument("--out", type=Path, help="a folder for gpu_check.json")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long it may take (10)")
+    parser.add_argument("--out", type=Path, help="folder for the results, gpu_check.json")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit in minutes (10)")
     parser.add_argument(
-        "--only", nargs="+", choices=[part.name for part in PARTS], help="these parts"
+        "--only",
+        nargs="+",
+        choices=[check_part.name for check_part in PARTS],
+        help="parts to run (all)",
     )
     parser.add_argument(
-        "--seed", type=int, default=time.time_ns() % 1_000_000, help="of the random inputs"
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed for random inputs (from the clock)",
     )
-    for name in ("--part", "--attention"):  # how it calls itself
+    for name in ("--part", "--attention"):  # set by the subprocess call in `start`
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    # on any machine, to test the check
+    # Runs tiny sizes on any machine, for tests of this script.
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.part:
         return run_part(chosen.part, chosen.file, chosen.seed, chosen.attention, chosen.tiny)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
 
-        def launch(part: CheckPart, attention: dict[str, str], limit: float) -> dict[str, Any]:
-            return start(part, attention, limit, Path(place), chosen.seed, chosen.tiny)
+        def launch(
+            check_part: CheckPart, attention: dict[str, str], limit: float
+        ) -> dict[str, Any]:
+            return start(check_part, attention, limit, Path(folder), chosen.seed, chosen.tiny)
 
-        here = launch(MACHINE, {}, 120)
-        if "failed" in here:
-            parser.exit(1, f"JAX does not start: {here['failed']}\n")
-        if not here["serves"] and not chosen.tiny:
+        machine_findings = launch(MACHINE, {}, 120)
+        if "failed" in machine_findings:
+            parser.exit(1, f"JAX does not start: {machine_findings['failed']}\n")
+        if not machine_findings["serves"] and not chosen.tiny:
             parser.exit(
                 1,
                 "there is no NVIDIA GPU from Ampere on (compute capability 8.0) here: "
-                f"{here['device']}\n",
+                f"{machine_findings['device']}\n",
             )
-        for name, value in here.items():
+        for name, value in machine_findings.items():
             print(f"{name}: {value}")
 
-        def save(found: dict[str, Any]) -> None:
+        def save(results: dict[str, Any]) -> None:
             if chosen.out is not None:
                 chosen.out.mkdir(parents=True, exist_ok=True)
                 (chosen.out / "gpu_check.json").write_text(
-                    json.dumps({"machine": here, "parts": found}, indent=1)
+                    json.dumps({"machine": machine_findings, "parts": results}, indent=1)
                 )
 
-        parts = [part for part in PARTS if not chosen.only or part.name in chosen.only]
-        found = check(parts, chosen.minutes * 60 - (time.monotonic() - began), launch, save)
-    bad = [name for name, part in found.items() if {"failed", "wrong"} & set(part)]
+        selected_parts = [
+            check_part for check_part in PARTS if not chosen.only or check_part.name in chosen.only
+        ]
+        budget = chosen.minutes * 60 - (time.monotonic() - began)
+        results = check(selected_parts, budget, launch, save)
+    bad = [name for name, findings in results.items() if {"failed", "wrong"} & set(findings)]
     if bad:
         raise SystemExit(f"failed or wrong: {', '.join(bad)}")
     return None

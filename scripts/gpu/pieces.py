@@ -1,4 +1,4 @@
-"""The pieces of a step other than attention: which of them are far slower than the card allows."""
+"""Timings of the parts of a step other than attention, to find those far below the GPU's limits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from ...ops.rope import angles, rotate
 from ...ops.sampling import SamplingInputs, empty_state, sample
 from ...ops.state_rows import StateRows
 from ...sharding.spec import nbytes, random_arrays
-from .common import PAGE, CheckSizes, PartReport, card_rates, seconds
+from .common import PAGE, CheckSizes, PartReport, measured_rates, seconds
 
 FORMATS = None, "int8", "int8-weights", "int4-32"
-POOL = 4096  # pages of the cache that rows are appended to
+POOL = 4096  # pages of the KV cache that new keys and values are written to
 
 
 @dataclass
 class StepPiece:
-    """`run(*inputs)`, and what it must read and compute."""
+    """A part of a step, `run(*inputs)`, with the bytes it must move and operations to compute."""
 
     name: str
     run: Callable
@@ -40,13 +40,12 @@ class StepPiece:
 
 
 def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """The time of each piece, beside that of its bytes and of its operations at the card's own
-    rates.
+    """Time each piece, with its share of the measured copy bandwidth and product throughput.
 
-    Each is a call of its own. The first does nothing: a piece that takes no longer measures the
-    call.
+    Each piece is a separate call. The first does nothing: pieces that take as long as that measure
+    the launch overhead.
     """
-    copy, product = card_rates(report, scale)
+    copy, product = measured_rates(report, scale)
     report(f"{'piece':44} {'ms':>9} {'% copy':>7} {'% prod.':>7}")
     for piece in pieces(scale, seed):
         took = seconds(piece.run, *piece.inputs, bursts=3)
@@ -58,7 +57,7 @@ def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def pieces(scale: CheckSizes, seed: int) -> Iterator[StepPiece]:
-    """The most important first; each is made when the one before is freed."""
+    """Yield the pieces, the most important first; a generator, so that each frees its memory."""
     yield StepPiece(
         "a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64
     )
@@ -68,42 +67,38 @@ def pieces(scale: CheckSizes, seed: int) -> Iterator[StepPiece]:
         yield from mixtures(hf["model_type"], mixture, (1, scale.streams, scale.rows), seed)
     for quant in FORMATS:
         yield from dense(replace(config, quant=quant), (1, scale.streams, scale.rows), seed)
-    yield appended(config, scale.streams, seed)
-    yield between(config, scale.streams, seed)
-    yield remembered(config, scale.streams, 1, seed)
-    yield remembered(config, 1, scale.rows, seed)
-    yield from drawn(config, scale.streams, seed)
+    yield kv_write(config, scale.streams, seed)
+    yield norm_and_rope(config, scale.streams, seed)
+    yield delta_net(config, scale.streams, 1, seed)
+    yield delta_net(config, 1, scale.rows, seed)
+    yield from logits_and_sampling(config, scale.streams, seed)
 
 
-def rows_of(config: ModelConfig, rows: int, seed: int):
+def random_hidden(config: ModelConfig, rows: int, seed: int):
     return jax.random.normal(jax.random.key(seed), (rows, config.dim), config.dtype)
 
 
 def mixtures(
-    name: str, config: ModelConfig, many: tuple[int, ...], seed: int
+    name: str, config: ModelConfig, row_counts: tuple[int, ...], seed: int
 ) -> Iterator[StepPiece]:
-    """Experts with their router; only experts that some token chose are read."""
-    moe, w = (
-        config.layers[0].moe,
-        random_arrays(abstract(config).layers[0].moe, seed, on_device=True),
-    )
+    """The MoE layer with its router; only experts chosen by some token are read."""
+    moe = config.layers[0].moe
+    w = random_arrays(abstract(config).layers[0].moe, seed, on_device=True)
     mix = jax.jit(lambda w, x_TD: decoder.mix(moe, w, x_TD, x_TD, jnp.ones(len(x_TD), bool)))
-    for rows in many:
-        x_TD = rows_of(config, rows, seed)
+    for rows in row_counts:
+        x_TD = random_hidden(config, rows, seed)
         chosen = len(np.unique(np.asarray(mix(w, x_TD)[1])))
         read = nbytes((w.up_EDGF, w.down_EFD)) * chosen // moe.experts
         operations = 2 * rows * moe.top_k * config.dim * 3 * moe.dim
         yield StepPiece(f"experts of {name}, {plural(rows)}", mix, (w, x_TD), read, operations)
 
 
-def dense(config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
-    mlp, w = (
-        config.layers[0].mlp,
-        random_arrays(abstract(config).layers[0].mlp, seed, on_device=True),
-    )
+def dense(config: ModelConfig, row_counts: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
+    mlp = config.layers[0].mlp
+    w = random_arrays(abstract(config).layers[0].mlp, seed, on_device=True)
     run = jax.jit(lambda w, x_TD: decoder.mlp(mlp, w, x_TD, decoder.ONE_DEVICE))
-    for rows in many:
-        inputs = w, rows_of(config, rows, seed)
+    for rows in row_counts:
+        inputs = w, random_hidden(config, rows, seed)
         operations = 2 * rows * config.dim * 3 * mlp.dim
         yield StepPiece(
             f"dense block in {config.quant or config.dtype}, {plural(rows)}",
@@ -114,30 +109,30 @@ def dense(config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[Ste
         )
 
 
-def appended(config: ModelConfig, rows: int, seed: int) -> StepPiece:
-    """Keys and values of new rows, each to a page of its own, in place."""
+def kv_write(config: ModelConfig, rows: int, seed: int) -> StepPiece:
+    """Write new keys and values into the KV cache in place, each row into another page."""
     a = config.layers[0].attention
     new_TKH = jax.random.normal(jax.random.key(seed), (rows, a.kv_heads, a.head_dim), config.dtype)
     slots_T = jnp.arange(1, rows + 1) * PAGE
     shape = max(POOL, rows + 1), PAGE, a.kv_heads, a.head_dim
-    held = [jnp.zeros(shape, page_dtype(config.dtype)) for _ in range(2)]
+    kv_pages = [jnp.zeros(shape, page_dtype(config.dtype)) for _ in range(2)]
     write = jax.jit(
         lambda k, v, new, slots: append(KVPages(k, v), new, new, slots), donate_argnums=(0, 1)
     )
 
     def run(new_TKH, slots_T):
-        pages = write(*held, new_TKH, slots_T)
-        held[:] = pages.k_PSKH, pages.v_PSKH
-        return held
+        pages = write(*kv_pages, new_TKH, slots_T)
+        kv_pages[:] = pages.k_PSKH, pages.v_PSKH
+        return kv_pages
 
     return StepPiece(f"append, {plural(rows)}", run, (new_TKH, slots_T), 4 * nbytes(new_TKH))
 
 
-def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
-    """The sum with what a block gave and its norm, and the rotation of queries and keys."""
+def norm_and_rope(config: ModelConfig, rows: int, seed: int) -> StepPiece:
+    """Residual addition with norm, and rotary embeddings of queries and keys."""
     a = config.layers[0].attention
-    x_TD = rows_of(config, rows, seed)
-    y_TD = rows_of(config, rows, seed + 1)
+    x_TD = random_hidden(config, rows, seed)
+    y_TD = random_hidden(config, rows, seed + 1)
     qk_TNH = jax.random.normal(
         jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype
     )
@@ -146,16 +141,16 @@ def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 
     @jax.jit
     def run(x_TD, y_TD, qk_TNH, scale_D):
-        both = add_and_norm(Residual(x_TD, y_TD), scale_D, config.norm_eps)
-        return both, rotate(qk_TNH, angles(positions_T, frequencies))
+        normed = add_and_norm(Residual(x_TD, y_TD), scale_D, config.norm_eps)
+        return normed, rotate(qk_TNH, angles(positions_T, frequencies))
 
     inputs = x_TD, y_TD, qk_TNH, jnp.ones(config.dim)
     return StepPiece(f"sum, norm and rope, {plural(rows)}", run, inputs, 2 * nbytes(inputs[:3]))
 
 
-def remembered(config: ModelConfig, sequences: int, rows: int, seed: int) -> StepPiece:
-    """The delta rule for heads like those of attention; memories are read once and written once, in
-    place.
+def delta_net(config: ModelConfig, sequences: int, rows: int, seed: int) -> StepPiece:
+    """The gated delta rule with as many heads as attention has; each recurrent state is read and
+    written once, in place.
     """
     a = config.layers[0].attention
     T = sequences * rows
@@ -170,22 +165,22 @@ def remembered(config: ModelConfig, sequences: int, rows: int, seed: int) -> Ste
     of_rows = StateRows(
         jnp.arange(sequences + 1) * rows, jnp.arange(sequences), count_B < 0, count_B
     )
-    held = [jnp.zeros((sequences, a.heads, a.head_dim, a.head_dim))]
+    states = [jnp.zeros((sequences, a.heads, a.head_dim, a.head_dim))]
     rule = jax.jit(
         lambda memory, *arrays: delta_rule(*arrays[:-1], memory, arrays[-1]), donate_argnums=0
     )
 
     def run(*arrays):
-        out_TNV, held[0] = rule(held[0], *arrays)
+        out_TNV, states[0] = rule(states[0], *arrays)
         return out_TNV
 
     inputs = q_TKH, k_TKH, v_TNV, decay_TN, decay_TN, of_rows
     name = f"delta rule, {sequences} sequence{'s' * (sequences > 1)} of {plural(rows)}"
-    return StepPiece(name, run, inputs, 2 * nbytes(held) + nbytes(inputs[:-1]) + nbytes(v_TNV))
+    return StepPiece(name, run, inputs, 2 * nbytes(states) + nbytes(inputs[:-1]) + nbytes(v_TNV))
 
 
-def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
-    """The logits, and tokens sampled from them."""
+def logits_and_sampling(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
+    """The logits, and sampling from them with several parameters."""
     specs = abstract(config)
     R = rows
     V = config.vocab_size
@@ -193,27 +188,27 @@ def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
         specs.embed_VD if specs.head_VD is None else specs.head_VD, seed, on_device=True
     )
     product = jax.jit(lambda head, x_RD: jnp.dot(x_RD, head.T, preferred_element_type=jnp.float32))
-    x_RD = rows_of(config, rows, seed)
+    x_RD = random_hidden(config, rows, seed)
     yield StepPiece(
         f"logits, {plural(rows)}", product, (head, x_RD), nbytes(head), 2 * R * V * config.dim
     )
     logits_RV = product(head, x_RD)
     state = empty_state(R, V)
-    for name, plain, temperature, top_p in (
+    for name, is_plain, temperature, top_p in (
         ("without branches", True, 0.8, 1.0),
         ("greedy", False, 0.0, 1.0),
         ("with top-p", False, 0.8, 0.9),
     ):
-        run = jax.jit(partial(sample, temperature_only=plain))
+        run = jax.jit(partial(sample, temperature_only=is_plain))
         yield StepPiece(
             f"tokens, {name}, {plural(rows)}",
             run,
-            (logits_RV, state, wishes(R, seed, temperature, top_p)),
+            (logits_RV, state, sampling_inputs(R, seed, temperature, top_p)),
             nbytes(logits_RV),
         )
 
 
-def wishes(R: int, seed: int, temperature: float, top_p: float) -> SamplingInputs:
+def sampling_inputs(R: int, seed: int, temperature: float, top_p: float) -> SamplingInputs:
     def each(value: Any, dtype=jnp.float32):
         return jnp.full(R, value, dtype)
 

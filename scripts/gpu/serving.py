@@ -1,4 +1,4 @@
-"""Many streams through the engine, and the device time that the host costs."""
+"""Serving many concurrent requests, and the share of decode time that the GPU is idle."""
 
 import random
 import time
@@ -18,19 +18,19 @@ from ..bench.load import Sample
 from ..bench.metrics import flat, milliseconds, totals
 from .common import PAGE, CheckSizes, PartReport, make_runner, timed
 
-# decode steps after the last prompt that do not count: in them the host catches up with the device
+# Decode steps to skip after the last prompt: the host is still catching up with the device.
 SETTLED = 3
 
 
-class Recorded:
-    """Wraps the compiled steps of a runner and records what is sent to them, in order."""
+class StepRecorder:
+    """Wraps the compiled steps of a runner and records each launched step with its input buffer."""
 
     def __init__(self, runner: Runner):
         self.sent: list[tuple[Callable, np.ndarray]] = []
-        runner.compiled = {size: self.of(step) for size, step in runner.compiled.items()}
-        runner.plain = {size: self.of(step) for size, step in runner.plain.items()}
+        runner.compiled = {size: self.wrap(step) for size, step in runner.compiled.items()}
+        runner.plain = {size: self.wrap(step) for size, step in runner.plain.items()}
 
-    def of(self, step: Callable) -> Callable:
+    def wrap(self, step: Callable) -> Callable:
         def launch(weights, state, buffer):
             self.sent.append((step, buffer))
             return step(weights, state, buffer)
@@ -39,7 +39,7 @@ class Recorded:
 
 
 def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> None:
-    """Answer all requests, then launch the same decode steps again with nothing between them."""
+    """Serve all requests, then launch the same decode steps again back to back."""
     name = scale.kernel if attention == "kernel" else attention
     started = time.perf_counter()
     max_len = scale.prompt + scale.answer
@@ -61,23 +61,23 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> Non
     )
     samples = requests(scale, seed)
     serve(llm, [Sample(sample.prompt, 4) for sample in samples[:streams]], streams, 0.0)
-    recorded = Recorded(runner)
-    found = serve(llm, samples, streams, 0.0)
-    whole = totals(found.answers, found.seconds)
-    times = flat(milliseconds(found.answers))
+    recorder = StepRecorder(runner)
+    load_run = serve(llm, samples, streams, 0.0)
+    throughput = totals(load_run.answers, load_run.seconds)
+    times = flat(milliseconds(load_run.answers))
     report(
         f"{streams} streams, {scale.requests} requests of {scale.prompt} and {scale.answer} "
-        f"tokens: {whole['output_throughput']:.0f} output tokens/s; first token "
+        f"tokens: {throughput['output_throughput']:.0f} output tokens/s; first token "
         f"{times['median_ttft_ms']:.0f} ms (P99 {times['p99_ttft_ms']:.0f}), between tokens "
         f"{times['median_itl_ms']:.2f} ms (P99 {times['p99_itl_ms']:.2f})",
-        throughput=whole,
+        throughput=throughput,
         latency=times,
     )
-    host_share(report, runner, found, recorded)
+    host_share(report, runner, load_run, recorder)
 
 
 def requests(scale: CheckSizes, seed: int) -> list[Sample]:
-    """Random prompts, which share no prefix."""
+    """Requests with random prompts, which share no prefix."""
     rng = random.Random(seed)
     vocab = scale.hf["vocab_size"]
     return [
@@ -86,44 +86,47 @@ def requests(scale: CheckSizes, seed: int) -> list[Sample]:
     ]
 
 
-def host_share(report: PartReport, runner: Runner, found: LoadRun, recorded: Recorded) -> None:
-    """The share of a decode step's time in which the device is idle.
+def host_share(
+    report: PartReport, runner: Runner, load_run: LoadRun, recorder: StepRecorder
+) -> None:
+    """Report the share of a decode step's time in which the device is idle.
 
-    It is the time of the engine's loop for the longest series of decode steps of all streams, less
-    the time of the device for the same steps on the same arrays when it waits for nothing.
+    Compares the engine's time for the longest series of full decode steps with the device's time
+    for the same steps, launched back to back on the same arrays.
     """
-    if len(found.steps) != len(recorded.sent):
+    if len(load_run.steps) != len(recorder.sent):
         raise RuntimeError(
-            f"{len(recorded.sent)} steps were launched and {len(found.steps)} came back"
+            f"{len(recorder.sent)} steps were launched and {len(load_run.steps)} came back"
         )
-    most = max(len(step.plan.items) for step in found.steps)
-    series = longest([step.plan.decodes and len(step.plan.items) == most for step in found.steps])[
-        SETTLED:
+    max_seqs = max(len(step.plan.items) for step in load_run.steps)
+    is_full_decode = [
+        step.plan.decodes and len(step.plan.items) == max_seqs for step in load_run.steps
     ]
+    series = longest(is_full_decode)[SETTLED:]
     if not series:
         raise RuntimeError("there is no series of decode steps that would be long enough")
-    engine = sum(found.steps[index].seconds for index in series) / len(series)
+    engine = sum(load_run.steps[index].seconds for index in series) / len(series)
     sent = [
         (step, jax.device_put(buffer))
-        for step, buffer in (recorded.sent[index] for index in series)
+        for step, buffer in (recorder.sent[index] for index in series)
     ]
     jax.block_until_ready([buffer for _, buffer in sent])
 
-    def again() -> Any:
+    def replay() -> Any:
         sampled = None
         for step, buffer in sent:
             sampled, _, runner.state = step(runner.weights, runner.state, buffer)
         return sampled
 
-    device = float(np.median([timed(again) for _ in range(4)][1:])) / len(series)
+    device = float(np.median([timed(replay) for _ in range(4)][1:])) / len(series)
     share = 1 - device / engine
     report(
-        f"{len(series)} decode steps of {most}: {engine * 1e3:.3f} ms each in the engine, "
+        f"{len(series)} decode steps of {max_seqs}: {engine * 1e3:.3f} ms each in the engine, "
         f"{device * 1e3:.3f} back to back, so the host is visible in {share:.1%}; to reach: under "
         "3 %",
         host={
             "steps": len(series),
-            "sequences": most,
+            "sequences": max_seqs,
             "engine": engine,
             "device": device,
             "share": share,
@@ -132,7 +135,7 @@ def host_share(report: PartReport, runner: Runner, found: LoadRun, recorded: Rec
 
 
 def longest(flags: list[bool]) -> range:
-    """The longest stretch of consecutive truths."""
+    """The indices of the longest run of consecutive true values."""
     best = range(0)
     start = 0
     for index, flag in enumerate([*flags, False]):

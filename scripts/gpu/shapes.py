@@ -1,4 +1,4 @@
-"""Shapes of the models that the check runs; weights and tokenizers play no part."""
+"""config.json of the models that the GPU check runs, with random weights and no tokenizers."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""The whole decode step of a model with random weights: its time against its bytes, and the tokens
-it samples.
+"""The whole decode step of a model with random weights: its time relative to the bytes it reads,
+and its results compared between attention implementations.
 """
 
 import time
@@ -18,16 +18,14 @@ from .common import PAGE, CheckSizes, PartReport, copy_rate, make_runner, noise,
 from .shapes import SHAPES
 from .step_time import GOALS, least
 
-# of hidden states, once through all layers in bfloat16; those of another context differ by 1
+# Maximum relative difference of final hidden states in bfloat16; unrelated ones differ by about 1.
 LARGEST_DIFFERENCE = 0.15
 
 
 def run(
     report: PartReport, scale: CheckSizes, seed: int, attention: str, batches: tuple[int, ...] = ()
 ) -> None:
-    """Time the step at each batch size, and compare its results with those of the other
-    attention.
-    """
+    """Time the step at each batch size, and compare its results with the other attention's."""
     batches = batches or scale.batches
     copy = copy_rate(scale.copied)
     name = scale.kernel if attention == "kernel" else attention
@@ -47,7 +45,7 @@ def run(
 
 
 def experts(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> None:
-    """The same of a mixture of experts, with the most sequences."""
+    """`run` for a mixture of experts at the largest batch size."""
     run(report, replace(scale, hf=scale.experts), seed, attention, scale.batches[-1:])
 
 
@@ -60,25 +58,25 @@ def measure(
 
     def burst(branches: bool = False) -> list:
         started = time.perf_counter()
-        found = []
+        outputs = []
         for size, program, buffer in sent:
             compiled = runner.compiled[size] if branches else program
             sampled, hidden_RD, runner.state = compiled(runner.weights, runner.state, buffer)
-            found.append((sampled.tokens_R, hidden_RD))
+            outputs.append((sampled.tokens_R, hidden_RD))
         launches.append((time.perf_counter() - started) / len(sent))
-        return found
+        return outputs
 
     def median(branches: bool) -> tuple[float, float]:
-        """Seconds of a step, and of the host's launch."""
+        """Median (seconds of a step, seconds of the host to launch it)."""
         burst(branches)
         launches.clear()
-        whole = [timed(lambda: burst(branches)) / len(sent) for _ in range(5)]
-        return float(np.median(whole)), float(np.median(launches))
+        step_seconds = [timed(lambda: burst(branches)) / len(sent) for _ in range(5)]
+        return float(np.median(step_seconds)), float(np.median(launches))
 
     steps = burst()
-    drawn = np.stack([np.asarray(tokens_R)[:batch] for tokens_R, _ in steps])
+    token_ids = np.stack([np.asarray(tokens_R)[:batch] for tokens_R, _ in steps])
     first = np.asarray(steps[0][1], np.float32)[:batch]
-    if not (drawn >= 0).all() or not np.isfinite(first).all():
+    if not (token_ids >= 0).all() or not np.isfinite(first).all():
         report.wrong(f"batch {batch}: a row is not a number")
     seconds, launch = median(False)
     slow, slow_launch = median(True)
@@ -88,7 +86,7 @@ def measure(
     name = f"{model}, bf16, batch {batch}"
     report(
         f"batch {batch:3}: {seconds * 1e3:8.3f} ms a step, {share:6.1%} of the roof; to reach {GOALS.get(name, '-')}\n"
-        # To launch one takes as long as a step where the step waits for the host.
+        # If the launch takes as long as the step, the device waits for the host.
         f"           launched in {launch * 1e3:.3f} ms; with sampling's branches {slow * 1e3:.3f} ms a step, "
         f"launched in {slow_launch * 1e3:.3f}",
         **{
@@ -96,39 +94,49 @@ def measure(
         },
         **{f"batch {batch} with branches": {"seconds": slow, "launch": slow_launch}},
     )
-    compare(report, name, drawn, first)
+    compare(report, name, token_ids, first)
 
 
-def compare(report: PartReport, name: str, drawn: np.ndarray, hidden: np.ndarray) -> None:
-    """Save the results of the first step of a name; compare those of later ones with them."""
-    kept = report.file.with_name(f"{name}.npz")
-    if not kept.exists():
-        np.savez(kept, drawn=drawn, hidden=hidden)
+def compare(report: PartReport, name: str, token_ids: np.ndarray, hidden: np.ndarray) -> None:
+    """Compare the results with those that an earlier part saved under `name`, or save them."""
+    reference_path = report.file.with_name(f"{name}.npz")
+    if not reference_path.exists():
+        np.savez(reference_path, drawn=token_ids, hidden=hidden)
         return
-    with np.load(kept) as other:
-        error = float(np.linalg.norm(hidden - other["hidden"]) / np.linalg.norm(other["hidden"]))
-        same = [float((drawn[:n] == other["drawn"][:n]).mean()) for n in (1, len(drawn))]
+    with np.load(reference_path) as reference:
+        difference = np.linalg.norm(hidden - reference["hidden"])
+        error = float(difference / np.linalg.norm(reference["hidden"]))
+        agreement = [
+            float((token_ids[:n] == reference["drawn"][:n]).mean()) for n in (1, len(token_ids))
+        ]
     if not error < LARGEST_DIFFERENCE:
         report.wrong(f"{name}: hidden states differ by {error:.2f} from those of the other step")
     report(
-        f"           against the step before: hidden states differ by {error:.1e}, {same[0]:.0%} "
-        f"of the first tokens and {same[1]:.0%} of {len(drawn)} are the same",
-        **{f"{name}, compared": {"hidden": error, "first_tokens": same[0], "tokens": same[1]}},
+        f"           against the step before: hidden states differ by {error:.1e}, "
+        f"{agreement[0]:.0%} of the first tokens and {agreement[1]:.0%} of {len(token_ids)} are "
+        "the same",
+        **{
+            f"{name}, compared": {
+                "hidden": error,
+                "first_tokens": agreement[0],
+                "tokens": agreement[1],
+            }
+        },
     )
 
 
 def fill(runner: Runner, seed: int) -> None:
-    """Fill the cache with random numbers; keys so large that a query attends to few of them, as in
-    a real model.
+    """Fill the KV cache with random numbers; keys are scaled up so that attention weights are
+    peaked, as in a real model.
     """
     leaves, tree = jax.tree.flatten(runner.state.pages)
-    likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     for leaf in leaves:
-        leaf.delete()  # the new ones need the memory
-    keys = jax.random.split(jax.random.key(seed), len(likes))
+        leaf.delete()  # frees memory for the new arrays
+    keys = jax.random.split(jax.random.key(seed), len(structs))
     pages = [
-        noise(key, like, 1.0 if i % 2 else 3.0)
-        for i, (key, like) in enumerate(zip(keys, likes, strict=True))
+        noise(key, struct, 1.0 if i % 2 else 3.0)
+        for i, (key, struct) in enumerate(zip(keys, structs, strict=True))
     ]
     runner.state = runner.state.replace(pages=tree.unflatten(pages))
 
@@ -136,9 +144,7 @@ def fill(runner: Runner, seed: int) -> None:
 def decode_steps(
     runner: Runner, scale: CheckSizes, batch: int, seed: int
 ) -> list[tuple[Size, Any, jax.Array]]:
-    """Consecutive decode steps: size, program, and arrays on the device, so that host time does not
-    count.
-    """
+    """Consecutive decode steps as (size, compiled program, input buffer on the device)."""
     rng = np.random.default_rng(seed)
     width = -(-(scale.context + scale.steps) // PAGE)
     pages = 1 + rng.permutation(batch * width).reshape(batch, width)
@@ -148,14 +154,15 @@ def decode_steps(
         seq = Sequence(
             0, tokens, scale.context, SamplingParams(temperature=0, ignore_eos=True), scale.steps, 0
         )
-        seq.slot, seq.cache.pages = slot, [pages[slot].tolist()]
+        seq.slot = slot
+        seq.cache.pages = [pages[slot].tolist()]
         runner.assign(seq, scale.context - 1)
         seqs.append(seq)
     sent = []
     for step in range(scale.steps):
-        at = scale.context - 1 + step
-        part = tuple(ScheduledSequence(seq, at, 1, True, not step) for seq in seqs)
-        size, buffer = runner.batch_builder.build(StepPlan((part,)))
+        position = scale.context - 1 + step
+        items = tuple(ScheduledSequence(seq, position, 1, True, not step) for seq in seqs)
+        size, buffer = runner.batch_builder.build(StepPlan((items,)))
         sent.append(
             (size, runner.program(size, runner.batch_builder.draws_plainly), jax.device_put(buffer))
         )

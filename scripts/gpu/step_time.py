@@ -1,11 +1,11 @@
-"""A model of a step's time: bytes, operations and launches. No card has confirmed its constants
-yet; each is a guess that a first card replaces.
+"""A performance model of a step's time on a GPU, from its bytes, operations and kernel launches.
+The constants are estimates that no measurement has confirmed yet.
 
     seconds = max(bytes / (SUSTAINED * bandwidth), operations / (PRODUCTS * speed)) + launches *
     LAUNCH
 
-It is that of a step whose graphs hold all of it: where the host must learn what to launch, a step
-takes longer.
+The model holds for steps that run entirely as CUDA graphs; steps that synchronise with the host
+take longer.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,23 @@ from ...model.config import ModelConfig
 from ...model.planning.cost import DEVICES, Device
 from ...model.planning.meshes import Planner, Workload
 
-SUSTAINED = 0.88  # of the maker's bandwidth: what a copy reaches
-PRODUCTS = 0.65  # of the maker's speed of products
-PAGES = 0.92  # of what a copy reaches: what attention does where it reads a cache in pages
-# of what products reach: what attention does where exponentials take their turns with them
-SOFTMAX = 0.8
-# seconds of a kernel within a graph that no byte explains: its start, and its last blocks alone
+SUSTAINED = 0.88  # fraction of the vendor's memory bandwidth that a copy reaches
+PRODUCTS = 0.65  # fraction of the vendor's peak FLOP/s that matrix products reach
+PAGES = 0.92  # fraction of the copy bandwidth that attention over a paged cache reaches
+SOFTMAX = 0.8  # fraction of the matrix product rate that attention reaches; exponentials interleave
+# Fixed seconds of a kernel in a CUDA graph: its start, and its last wave of blocks.
 LAUNCH = 2.0e-6
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A share of the roof that a decode step is to reach, and what the model says of an H200."""
+    """The share of the memory roofline that a decode step is to reach, and the model's prediction
+    for an H200.
+    """
 
     share: float
-    seconds: float
-    predicted: float  # share
+    seconds: float  # predicted
+    predicted: float  # predicted share
 
     def __str__(self) -> str:
         return (
@@ -38,7 +39,8 @@ class Goal:
         )
 
 
-# by cases of tools/gpu/ahead.py; docs/kernels.md has the programs from which the model says it
+# Cases as in tools/gpu/ahead.py; docs/kernels.md lists the compiled programs that the predictions
+# use.
 GOALS = {
     "llama-3-8b, bf16, batch 1": Goal(0.90, 4.25e-3, 0.84),
     "llama-3-8b, bf16, batch 64": Goal(0.80, 6.36e-3, 0.88),
@@ -55,10 +57,11 @@ def least(
     prompts: bool = False,
     tensor: int = 1,
 ) -> tuple[float, float]:
-    """(bytes, operations) of one device's part of a step: of experts those that are chosen, if each
-    token chooses by chance."""
+    """Minimum (bytes, operations) of a step on one device. Counts the experts that would be chosen
+    if every token chose experts at random.
+    """
     sizes = {"data": 1, "pipe": 1, "context": 1, "expert": 1, "tensor": tensor}
-    device = DEVICES["h200"]  # any: its rates are taken out again
+    device = DEVICES["h200"]  # any device: its rates cancel out below
     time = Planner(config, device, Workload(batch, length, rows)).time(
         sizes, rows, batch, length, prompts
     )
@@ -66,18 +69,16 @@ def least(
 
 
 def step_seconds(device: Device, moved: float, operations: float, launches: float) -> float:
-    """Seconds of a step that moves so many bytes, by the model above."""
+    """Predicted seconds of a step that moves `moved` bytes."""
     busy = max(moved / (SUSTAINED * device.bandwidth), operations / (PRODUCTS * device.flops))
     return busy + launches * LAUNCH
 
 
 def attention_seconds(device: Device, moved: float, operations: float) -> float:
-    """Seconds of attention alone: of its kernel, and of the one that joins what the parts of long
-    sequences came to.
-    """
+    """Predicted seconds of attention: its kernel and the kernel that merges split sequences."""
     return step_seconds(device, moved / PAGES, operations / SOFTMAX, launches=2)
 
 
 def known_device(kind: str) -> Device | None:
-    """The card that a driver's name means, as far as its rates are known."""
+    """The device whose rates are known for a driver's device name, or None."""
     return next((device for name, device in DEVICES.items() if name in kind.lower()), None)

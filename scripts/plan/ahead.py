@@ -1,10 +1,10 @@
-"""Compiles a step for other devices: `python -m quire.scripts.plan.ahead MODEL --mesh
+"""Compile a step for a mesh without its devices: `python -m quire.scripts.plan.ahead MODEL --mesh
 tensor=8,pipe=2`.
 
-MODEL is a folder with a config.json, or one of the names below. In a process of its own the CPU
-backend pretends to have the devices, and the step is compiled from the shapes of weights and cache
-alone. The result says what each device would hold and send. The compiler is that of the CPU, so a
-GPU's temporaries are others.
+MODEL is a folder with a config.json, or a name in `MODELS`. A subprocess forces XLA's CPU backend
+to have as many host devices as the mesh, and compiles the step from the shapes of weights and cache
+alone. The result is the memory that each device would hold and the bytes that collectives would
+send. Temporary buffers are those of the CPU compiler and differ from a GPU's.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LLAMA = {
     "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
-# the shapes alone; how far rotary embeddings reach changes no byte
+# Shapes only; RoPE scaling is left out because it changes no array size.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-70b": LLAMA
     | {
@@ -87,61 +87,61 @@ ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", help=f"a folder, or {', '.join(MODELS)}")
+    parser.add_argument("model", help=f"model folder, or {', '.join(MODELS)}")
     parser.add_argument(
         "--mesh",
         type=mesh_sizes,
         default="tensor=8",
-        help="sizes of the axes, as in tensor=8,pipe=2",
+        help="sizes of the mesh axes, as in tensor=8,pipe=2",
     )
-    parser.add_argument("--batch", type=int, default=64, help="sequences of each replica")
+    parser.add_argument("--batch", type=int, default=64, help="sequences per replica")
     parser.add_argument(
-        "--length", type=int, default=4096, help="tokens of each, for which the cache has room"
+        "--length", type=int, default=4096, help="KV cache capacity in tokens per sequence"
     )
     parser.add_argument(
         "--rows",
         type=int,
-        help="tokens of a step that carries prompts; without it every sequence decodes one",
+        help="tokens of a step that includes prompts; default: a decode step, a token per sequence",
     )
-    parser.add_argument("--quantization")
-    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--quantization", help="weight format, as in quire serve")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="dtype of keys and values")
     parser.add_argument(
-        "--here", action="store_true", help="compile in this process, which has devices enough"
+        "--here", action="store_true", help="compile in this process, which has enough devices"
     )
-    asked = parser.parse_args()
-    sizes = asked.mesh
-    if not asked.here:
+    args = parser.parse_args()
+    sizes = args.mesh
+    if not args.here:
         devices = math.prod(sizes.values())
         flags = [
             os.environ.get("XLA_FLAGS", ""),
             f"--xla_force_host_platform_device_count={devices}",
         ]
-        flags.append("--xla_backend_optimization_level=0")  # machine code that nobody runs
+        flags.append("--xla_backend_optimization_level=0")  # the machine code is never run
         env = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "quire.scripts.plan.ahead", *sys.argv[1:], "--here"]
         sys.exit(subprocess.run(command, env=env).returncode)
-    config, specs = read(asked.model, asked.quantization, asked.kv_cache_dtype, asked.length)
-    result = measure(config, sizes, asked.batch, asked.length, asked.rows, specs)
-    print(json.dumps({"model": asked.model, "mesh": sizes, **result}))
+    config, specs = read(args.model, args.quantization, args.kv_cache_dtype, args.length)
+    result = measure(config, sizes, args.batch, args.length, args.rows, specs)
+    print(json.dumps({"model": args.model, "mesh": sizes, **result}))
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """`tensor=8,pipe=2`."""
-    found = re.findall(r"(tensor|expert|context|pipe|data)=([1-9][0-9]*)(?:,|$)", text)
+    """Parse sizes of mesh axes such as `tensor=8,pipe=2`."""
+    axes = re.findall(r"(tensor|expert|context|pipe|data)=([1-9][0-9]*)(?:,|$)", text)
     if (
-        not found
-        or ",".join(f"{name}={size}" for name, size in found) != text
-        or len(dict(found)) != len(found)
+        not axes
+        or ",".join(f"{name}={size}" for name, size in axes) != text
+        or len(dict(axes)) != len(axes)
     ):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no mesh: write sizes of tensor, expert, context, pipe and data, as in "
             "tensor=8,pipe=2"
         )
-    return {name: int(size) for name, size in found}
+    return {name: int(size) for name, size in axes}
 
 
 def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int):
-    """The configuration of a folder or of a name in MODELS, and the specs of its weights."""
+    """(config, weight specs) of a model folder or of a name in `MODELS`."""
     from ...model.checkpoint.loader import family_for
     from ...model.weights import abstract
     from . import command
@@ -156,8 +156,10 @@ def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int)
 def measure(
     config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None
 ) -> dict:
-    """What the compiled step holds on a device, the fullest of all pipeline stages, and what all
-    stages send.
+    """Compile a step and measure its memory and traffic in bytes.
+
+    Memory is per device, of the pipeline stage that needs most; `sent` and `sampling` are the bytes
+    of all stages' collectives, and `formula` is their estimate by the traffic model.
     """
     from ...model.checkpoint.placement import abstract_on_mesh
     from ...model.planning.traffic import traffic
@@ -179,19 +181,19 @@ def measure(
     state = pipeline.abstract_state((pages,) * groups, PAGE, batch)
     shape = StepShape(Size(rows or batch, batch, batch), batch)
     layout = BatchLayout(shape.with_cache(groups, PAGE, length, sizes.get("data", 1)))
-    found = Counter()
-    sampled = Counter()
-    parts = []
+    model_bytes = Counter()
+    sampling_bytes = Counter()
+    stage_memory = []
     for lowered in pipeline.lower(weights, state, layout):
         compiled = lowered.compile()
-        parts.append(memory_of(compiled))
-        model, drawn = collectives(compiled.as_text())
-        found += model
-        sampled += drawn
-    fullest = max(parts, key=lambda used: used.arguments)
-    wanted = Counter()
-    for one in traffic(config, sizes, rows or batch, rows is not None):
-        wanted[one.kind] += one.nbytes
+        stage_memory.append(memory_of(compiled))
+        stage_model_bytes, stage_sampling_bytes = collectives(compiled.as_text())
+        model_bytes += stage_model_bytes
+        sampling_bytes += stage_sampling_bytes
+    fullest = max(stage_memory, key=lambda memory: memory.arguments)
+    estimated_bytes = Counter()
+    for transfer in traffic(config, sizes, rows or batch, rows is not None):
+        estimated_bytes[transfer.kind] += transfer.nbytes
     return {
         "batch": batch,
         "rows": rows or batch,
@@ -201,31 +203,31 @@ def measure(
         "arguments": fullest.arguments,
         "temporaries": fullest.temporaries,
         "results": fullest.results,
-        "sent": dict(found),
-        "formula": dict(wanted),
-        "sampling": dict(sampled),
+        "sent": dict(model_bytes),
+        "formula": dict(estimated_bytes),
+        "sampling": dict(sampling_bytes),
         "seconds": round(time.monotonic() - began, 1),
     }
 
 
 def collectives(text: str) -> tuple[Counter, Counter]:
-    """Bytes that the collectives of a compiled program return, by kind: those of the model, and
-    those of sampling.
+    """(bytes of the model's collectives, bytes of sampling's collectives) by kind of collective,
+    from a compiled program's HLO text.
 
-    A CPU sums bfloat16 in float32 and marks the sum as promoted; such a sum counts with the size of
-    bfloat16.
+    XLA for CPUs computes bfloat16 all-reduces in float32 and marks them as promoted; these count
+    with the size of bfloat16.
     """
     model = Counter()
     sampling = Counter()
     for line in text.splitlines():
-        made = COLLECTIVE.search(line)
-        if made is None:
+        match = COLLECTIVE.search(line)
+        if match is None:
             continue
         bits = sum(
             int(width) * math.prod(map(int, shape.split(",") if shape else ()))
-            for _, width, shape in ARRAY.findall(made[1])
+            for _, width, shape in ARRAY.findall(match[1])
         )
-        (sampling if "/sample/" in line else model)[made[2]] += bits // (
+        (sampling if "/sample/" in line else model)[match[2]] += bits // (
             16 if "_promoted" in line else 8
         )
     return model, sampling

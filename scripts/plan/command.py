@@ -1,5 +1,5 @@
-"""`quire plan`: a model's memory, and the batch from which compute is the limit, from its
-config.json alone.
+"""`quire plan`: estimate a model's memory, and the batch size at which decoding becomes
+compute-bound, from config.json alone.
 """
 
 import json
@@ -20,11 +20,11 @@ SEVERAL = "Several devices"
 UNITS = {"bandwidth": 1e9, "link": 1e9, "network": 1e9, "flops": 1e12}
 
 
-def speed(help: str, metavar: str) -> Any:
+def device_option(help: str, metavar: str) -> Any:
     return o.option(help, MACHINE, metavar, "the device's", min=0.001)
 
 
-CHOICES = (
+ENGINE_OPTIONS = (
     "dtype",
     "quantization",
     "kv_cache_dtype",
@@ -33,7 +33,7 @@ CHOICES = (
 )
 
 
-@o.takes_engine(only=(*CHOICES, *o.SOURCE))
+@o.takes_engine(only=(*ENGINE_OPTIONS, *o.SOURCE))
 def main(
     model: o.Model = None,
     length: Annotated[
@@ -41,8 +41,8 @@ def main(
         typer.Option(
             parser=size,
             metavar="TOKENS",
-            help="Length of a sequence; may be given several times.",
-            show_default="1K, 4K, 16K, ... and the model's longest",
+            help="Sequence length (prompt and output) to plan for; may be given several times.",
+            show_default="1K, 4K, 16K, ... up to the model's context length",
         ),
     ] = None,
     *,
@@ -58,29 +58,40 @@ def main(
     ] = "h100",
     memory: Annotated[
         int | None,
-        o.sized(
-            "Memory for weights and KV cache together, as in 72G.",
+        o.size_option(
+            "Memory for weights and KV cache, as in 72G.",
             MACHINE,
             "BYTES",
-            "the device's share of --gpu-memory-utilization",
+            "the device's memory times --gpu-memory-utilization",
         ),
     ] = None,
-    bandwidth: Annotated[float | None, speed("Memory bandwidth.", "GB/S")] = None,
-    flops: Annotated[float | None, speed("Speed of dense products in bfloat16.", "TFLOP/S")] = None,
+    bandwidth: Annotated[float | None, device_option("Memory bandwidth.", "GB/S")] = None,
+    flops: Annotated[
+        float | None, device_option("Peak dense bfloat16 throughput, without sparsity.", "TFLOP/S")
+    ] = None,
     link: Annotated[
-        float | None, speed("Speed of links to devices of the same machine, each way.", "GB/S")
+        float | None,
+        device_option(
+            "Bandwidth between devices of a machine (NVLink, ICI), per direction.", "GB/S"
+        ),
     ] = None,
     network: Annotated[
-        float | None, speed("Speed of links to devices of other machines, each way.", "GB/S")
+        float | None,
+        device_option("Network bandwidth between machines per device and direction.", "GB/S"),
     ] = None,
     devices: Annotated[
         int | None,
-        o.option("Number of devices; proposes a mesh.", SEVERAL, default_text=False, min=1),
+        o.option(
+            "Number of devices; proposes parallelism sizes (a mesh).",
+            SEVERAL,
+            default_text=False,
+            min=1,
+        ),
     ] = None,
     batch: Annotated[
         int | None,
         o.option(
-            "Sequences that decode together, each as long as the first --length.",
+            "Number of sequences that decode together, each as long as the first --length.",
             SEVERAL,
             default_text="64",
             min=1,
@@ -89,17 +100,19 @@ def main(
     best: Annotated[
         str | None,
         o.option(
-            "What the mesh should be best for: throughput, latency or prompts.",
+            "What to optimise the mesh for: throughput, latency or prompts (prefill throughput).",
             SEVERAL,
-            "FOR",
+            "GOAL",
             "throughput",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> None:
-    """Print the memory of a model's weights and KV cache, and how many sequences fit.
+    """Estimate the memory of a model's weights and KV cache, and how many sequences fit.
 
-    Reads config.json only.
+    Reads only config.json, so no weights are downloaded.
     """
     from ...model.planning import cost  # not at the top: `--help` must not wait for JAX
 
@@ -107,9 +120,10 @@ def main(
         raise o.UsageError(f"--device is {device!r}; it can be {', '.join(cost.DEVICES)}")
     if length and min(length) < 1:
         raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
-    own = o.given(bandwidth=bandwidth, link=link, network=network, flops=flops)
+    overrides = o.drop_none(bandwidth=bandwidth, link=link, network=network, flops=flops)
     chosen = replace(
-        cost.DEVICES[device], **{name: value * UNITS.get(name, 1) for name, value in own.items()}
+        cost.DEVICES[device],
+        **{name: value * UNITS.get(name, 1) for name, value in overrides.items()},
     )
     meshes.check(devices, batch, best)
     share = engine.pop("gpu_memory_utilization", None)
@@ -120,7 +134,7 @@ def main(
             "--devices proposes meshes for models that write, and this one reads each text in "
             "one step"
         )
-    usable, why = usable_memory(
+    usable, reason = usable_memory(
         device, chosen.memory, cost.weight_bytes(config, weights), share, memory
     )
     lengths = [] if config.encodes else sorted(set(length or default_lengths(config.max_len)))
@@ -143,7 +157,7 @@ def main(
         ],
         "device": {"name": device, **vars(chosen)},
         "usable_memory": usable,
-        "usable_memory_is": why,
+        "usable_memory_is": reason,
         "balance_batch_without_cache": finite(cost.balance_batch(config, 0, chosen, weights)),
         "lengths": [
             {
@@ -160,8 +174,10 @@ def main(
     }
     if devices is not None:
         tokens = length[0] if length else min(4096, config.max_len)
-        room = replace(chosen, memory=usable)
-        result["meshes"] = meshes.propose(config, weights, room, devices, batch or 64, tokens, best)
+        usable_device = replace(chosen, memory=usable)
+        result["meshes"] = meshes.propose(
+            config, weights, usable_device, devices, batch or 64, tokens, best
+        )
     if as_json:
         print(json.dumps(result))
     else:
@@ -180,24 +196,30 @@ def check_share(share: float | None, memory: int | None) -> None:
 
 
 def usable_memory(
-    device: str, whole: float, weights: int, share: float | None, memory: int | None
+    device: str, capacity: float, weights: int, share: float | None, memory: int | None
 ) -> tuple[float, str]:
-    """What weights and KV cache may take together, as the engine has it, and in words why."""
+    """(bytes for weights and KV cache by the engine's own rules, which rule that is).
+
+    Args:
+        device: Name of the device.
+        capacity: Its memory in bytes.
+        weights: Bytes of the weights.
+        share: `--gpu-memory-utilization`, or None.
+        memory: `--memory` in bytes, or None.
+    """
     from ...serving.api.options import CPU_CACHE, SHARE
 
     if memory is not None:
         return memory, "as --memory says"
     if device == "cpu" and share is None:
-        cache = min(whole / 4, CPU_CACHE)
-        return min(whole, weights + cache), f"the weights, and {amount(cache)} for the KV cache"
+        cache = min(capacity / 4, CPU_CACHE)
+        return min(capacity, weights + cache), f"the weights, and {amount(cache)} for the KV cache"
     share = SHARE if share is None else share
-    return whole * share, f"{share:.4g} of it, --gpu-memory-utilization"
+    return capacity * share, f"{share:.4g} of it, --gpu-memory-utilization"
 
 
 def read(model: str | None, **engine: Any):
-    """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its
-    weights.
-    """
+    """(config, weight specs) of a model folder, a Hugging Face model ID or the bundled model."""
     from ...model.checkpoint import hub
     from ...model.checkpoint.loader import read_config, weight_specs
 
@@ -208,8 +230,8 @@ def read(model: str | None, **engine: Any):
 
 
 def split(config, budget: float, platform: str) -> list[dict]:
-    """How the engine would divide this memory among its cache groups; nothing where it is too
-    little.
+    """How the engine would divide `budget` bytes among the KV cache groups (full attention and each
+    sliding window); empty if they are too few.
     """
     from ...model.config import ModelError
     from ...serving.api.options import EngineOptions
@@ -221,7 +243,7 @@ def split(config, budget: float, platform: str) -> list[dict]:
         length, pages = size_cache(config, options, max(0, int(budget)))
     except ModelError:
         return []
-    pages = pages[: len(config.windows)]  # without snapshots of states
+    pages = pages[: len(config.windows)]  # leaves out the recurrent-state snapshots
     sizes = [page_bytes(config, group, options.block_size) for group in range(len(pages))]
     return [
         {
@@ -243,12 +265,12 @@ def default_lengths(longest: int) -> list[int]:
 
 
 def finite(batch: float) -> float | None:
-    """None in place of infinity, which JSON does not know."""
+    """The rounded batch size, or None for infinity, which JSON cannot represent."""
     return None if math.isinf(batch) else round(batch, 1)
 
 
 def text(result: dict) -> str:
-    """The result as tables for people."""
+    """The result as text with tables."""
     device = result["device"]
     weights = amount(result["weight_bytes"])
     head = (
@@ -268,7 +290,7 @@ def text(result: dict) -> str:
             kind["name"],
             kind["layers"],
             amount(kind["bytes_a_token"]),
-            kept(kind, result["state_bytes"]),
+            cached_tokens_text(kind, result["state_bytes"]),
         )
         for kind in result["kinds"]
     ]
@@ -297,8 +319,8 @@ def text(result: dict) -> str:
     )
 
 
-def kept(kind: dict, state_bytes: int) -> str:
-    """How much these layers keep of a sequence."""
+def cached_tokens_text(kind: dict, state_bytes: int) -> str:
+    """How many tokens of a sequence these layers cache: all, a window, or a recurrent state."""
     return (
         f"none, but {amount(state_bytes)}"
         if kind["name"] == "state"
@@ -307,7 +329,7 @@ def kept(kind: dict, state_bytes: int) -> str:
 
 
 def device_line(device: dict) -> str:
-    """Which device was planned for, and its figures."""
+    """The device and its memory, bandwidth and compute throughput."""
     return (
         f"{device['name']}, {device['about']}: {amount(device['memory'])}, "
         f"{device['bandwidth'] / 1e9:,.0f} GB/s, {device['flops'] / 1e12:,.4g} TFLOP/s"
@@ -333,8 +355,8 @@ def split_table(groups: list[dict]) -> str:
 
 
 def notes(result: dict) -> str:
-    """What the columns mean, and what the numbers leave out."""
-    balance = result["balance_batch_without_cache"]  # None: states alone take too long to read
+    """Explanations of the table columns, and what the estimates leave out."""
+    balance = result["balance_batch_without_cache"]  # None: never, reading states dominates
     lines = [
         (
             "bytes a token: what a sequence's KV cache grows by with each token, in these layers "

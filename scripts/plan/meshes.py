@@ -1,4 +1,4 @@
-"""`quire plan --devices N`: the meshes over which a model can be split, the best first."""
+"""`quire plan --devices N`: rank the meshes over which a model can be sharded."""
 
 from dataclasses import asdict
 
@@ -22,7 +22,7 @@ BEST = {
 
 
 def check(devices: int | None, batch: int | None, best: str | None) -> None:
-    """Refuse options that would have no effect."""
+    """Reject options that would have no effect, and unknown goals."""
     for name, value in (("--batch", batch), ("--best", best)):
         if value is not None and devices is None:
             raise o.UsageError(
@@ -35,7 +35,17 @@ def check(devices: int | None, batch: int | None, best: str | None) -> None:
 def propose(
     config, weights, device, devices: int, batch: int, length: int, best: str | None
 ) -> dict:
-    """All meshes that have room for the work, the best first, and what was asked."""
+    """Rank all meshes with enough memory for the workload, best first.
+
+    Args:
+        config: The model's config.
+        weights: Specs of its weights.
+        device: The kind of device, with the memory that is usable.
+        devices: Number of devices.
+        batch: Number of sequences that decode together.
+        length: Tokens per sequence.
+        best: A key of `BEST`, or None for throughput.
+    """
     from ...model.config import ModelError
     from ...model.planning import meshes
     from ...serving.api.options import EngineOptions
@@ -47,25 +57,25 @@ def propose(
     work = meshes.Workload(
         batch, length, EngineOptions().on(device.platform).max_num_batched_tokens
     )
-    found = meshes.evaluate_meshes(config, device, work, devices, weights)
-    chosen = meshes.rank_meshes(found, work, best or "throughput")
-    if not chosen:
+    candidates = meshes.evaluate_meshes(config, device, work, devices, weights)
+    ranked = meshes.rank_meshes(candidates, work, best or "throughput")
+    if not ranked:
         raise meshes.no_mesh_error(config, device, work, devices, weights)
     return {
         "devices": devices,
         "work": asdict(work),
         "best": best or "throughput",
-        "too_small": len(found) - len(chosen),
-        "choices": [asdict(choice) for choice in chosen],
+        "too_small": len(candidates) - len(ranked),
+        "choices": [asdict(choice) for choice in ranked],
     }
 
 
 def text(result: dict) -> str:
-    """The proposal as tables for people."""
-    found = result["meshes"]
+    """The proposal as text with a table."""
+    proposal = result["meshes"]
     device = result["device"]
-    work = found["work"]
-    choices = found["choices"]
+    work = proposal["work"]
+    choices = proposal["choices"]
     rows = [row(choice, "*" if choice is choices[0] else "") for choice in choices[:SHOWN]]
     head = ("mesh", "weights", "fit", "step", "read", "compute", "send", "tok/s", "prompts")
     flags = [
@@ -73,16 +83,16 @@ def text(result: dict) -> str:
         for axis, name in NAMES.items()
         if choices[0]["sizes"][axis] > 1
     ]
-    notes = [f"* the best for {BEST[found['best']]}: {' '.join(flags) or 'a single device'}"]
+    notes = [f"* the best for {BEST[proposal['best']]}: {' '.join(flags) or 'a single device'}"]
     if len(choices) > SHOWN:
         notes.append(f"{len(choices) - SHOWN} more with --json")
-    if found["too_small"]:
-        notes.append(f"{found['too_small']} others do not hold so many sequences")
+    if proposal["too_small"]:
+        notes.append(f"{proposal['too_small']} others do not hold so many sequences")
     return "\n\n".join(
         (
             (
                 f"{result['model']}: {result['layers']} layers, {amount(result['weight_bytes'])} "
-                f"of weights in {result['dtype']}, over {found['devices']} x {device['name']} "
+                f"of weights in {result['dtype']}, over {proposal['devices']} x {device['name']} "
                 f"({device['about']})\n{amount(device['memory'])}, of which "
                 f"{amount(result['usable_memory'])} are used; {device['bandwidth'] / 1e9:,.0f} "
                 f"GB/s, {device['flops'] / 1e12:,.4g} TFLOP/s; {device['link'] / 1e9:,.4g} GB/s "
@@ -117,5 +127,5 @@ def row(choice: dict, mark: str) -> tuple:
 
 
 def mesh_name(sizes: dict[str, int]) -> str:
-    """`tensor 8 pipe 2`, without the axes of one device."""
+    """The mesh as in `tensor 8 pipe 2`; axes of size 1 are left out."""
     return " ".join(f"{name} {sizes[name]}" for name in NAMES if sizes[name] > 1) or "1"

@@ -1,1 +1,1 @@
-"""`quire serve`: its options, its limits, and its replicas on Ray."""
+"""`quire serve`: command-line options, checks of limits, and replicas on Ray Serve."""

@@ -1,4 +1,4 @@
-"""Checks of what `quire serve` is given: API keys and limits."""
+"""API keys and checks of the limits of `quire serve`."""
 
 import os
 from pathlib import Path
@@ -7,15 +7,15 @@ from ...serving.http.settings import ServerSettings
 from .. import options as o
 
 
-def read_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """The API keys of the command line, of QUIRE_API_KEY and of a file."""
-    keys = [*given, *os.environ.get("QUIRE_API_KEY", "").split(",")]
+def read_keys(flag_keys: list[str], file: Path | None) -> tuple[str, ...]:
+    """Collect the API keys from the command line, QUIRE_API_KEY and a file."""
+    keys = [*flag_keys, *os.environ.get("QUIRE_API_KEY", "").split(",")]
     if file is not None:
         keys += o.read_text(file).splitlines()
-    found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
-    if file is not None and not found:
+    unique_keys = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+    if file is not None and not unique_keys:
         raise o.UsageError(f"--api-key-file {file} holds no key")
-    return found
+    return unique_keys
 
 
 def check_limits(settings: ServerSettings, max_queued_requests: int) -> None:

@@ -1,4 +1,4 @@
-"""`quire.scripts.serve.ray:app`: `quire serve` as the application that `serve deploy` and
+"""`quire.scripts.serve.ray:app`: the application builder that Ray's `serve deploy` and KubeRay's
 RayService import.
 """
 
@@ -11,8 +11,11 @@ from . import command
 
 
 def app(args: dict[str, str]) -> Any:
-    """For `serve deploy` and RayService: `args: {command: MODEL --replicas 3}` holds what follows
-    `quire serve`.
+    """Build the Ray Serve application.
+
+    Args:
+        args: The application's `args` in the Serve config file; `command` holds the arguments of
+            `quire serve`, as in `{command: MODEL --replicas 3}`.
     """
     from ...serving.ray import deploy  # not at the top: it needs the extra `ray`
 

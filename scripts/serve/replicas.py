@@ -14,42 +14,43 @@ from ...serving.http.settings import ServerSettings
 from .. import options as o
 
 PANEL = "Many replicas (--engine ray)"
-# settings that Ray's HTTP server ignores
-OURS = "uds", "admin", "lora_dir", "receive_seconds", "write_seconds"
+# Server settings that do not apply to Ray's HTTP server.
+UNSUPPORTED_SETTINGS = "uds", "admin", "lora_dir", "receive_seconds", "write_seconds"
 
 
-def resources(text: str | dict[str, float]) -> dict[str, float]:
-    """`CPU=2,GPU=1` by name."""
+def parse_resources(text: str | dict[str, float]) -> dict[str, float]:
+    """Parse Ray resources such as `CPU=2,GPU=1` into amounts by name."""
     if isinstance(text, dict):
         return text
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, amount = part.strip().partition("=")
+    resources: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, amount = item.strip().partition("=")
         try:
-            found[name] = float(amount)
+            resources[name] = float(amount)
         except ValueError:
-            found[name] = -1.0
-        if not name or not found[name] >= 0:
+            resources[name] = -1.0
+        if not name or not resources[name] >= 0:
             raise typer.BadParameter(f"{text!r} is not a list of resources: write CPU=2,GPU=1")
-    return found
+    return resources
 
 
 SCALE_OPTIONS = {
     "replicas": Annotated[
-        int | None, o.option("Engines, each with its own weights and cache.", PANEL, "N", "1")
+        int | None,
+        o.option("Number of replicas, each with its own weights and KV cache.", PANEL, "N", "1"),
     ],
     "min_replicas": Annotated[
         int | None,
-        o.option("Fewest replicas, where their number follows the load.", PANEL, "N", "1"),
+        o.option("Minimum number of replicas when autoscaling.", PANEL, "N", "1"),
     ],
     "max_replicas": Annotated[
         int | None,
-        o.option("Most replicas; their number then follows the load.", PANEL, "N", "fixed"),
+        o.option("Maximum number of replicas; turns on autoscaling.", PANEL, "N", "no autoscaling"),
     ],
     "target_ongoing_requests": Annotated[
         float | None,
         o.option(
-            "Requests that a replica should have on average.",
+            "Autoscaling target: average number of ongoing requests per replica.",
             PANEL,
             "N",
             "three quarters of --max-num-seqs",
@@ -57,12 +58,18 @@ SCALE_OPTIONS = {
     ],
     "prefill_replicas": Annotated[
         int | None,
-        o.option("Further replicas that read long prompts for the others.", PANEL, "N", "0"),
+        o.option(
+            "Additional replicas that only prefill long prompts (disaggregated prefill).",
+            PANEL,
+            "N",
+            "0",
+        ),
     ],
     "routing": Annotated[
         str | None,
         o.option(
-            "prefix: to the replica that has cached the prompt's beginning; round-robin: in turn.",
+            "Routing policy. prefix: to the replica that has cached the prompt's prefix; "
+            "round-robin: to each replica in turn.",
             PANEL,
             "HOW",
             "prefix",
@@ -71,25 +78,31 @@ SCALE_OPTIONS = {
     "replica_resources": Annotated[
         Any,
         o.option(
-            "Ray's resources for each replica.",
+            "Ray resources of each replica.",
             PANEL,
             "CPU=2,GPU=1",
-            "CPU=1, and the model's GPUs or TPUs where the cluster has any",
-            parser=resources,
+            "CPU=1, and GPUs or TPUs for the model if the cluster has any",
+            parser=parse_resources,
         ),
     ],
 }
 
 
-def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
-    """The deployment; `given` are the command's own options."""
-    for name in OURS:
-        if getattr(wanted.settings, name) != getattr(ServerSettings(), name):
+def make_plan(values: dict[str, Any], setup: Any, scale: dict[str, Any]) -> Any:
+    """Make the deployment plan.
+
+    Args:
+        values: The values of all options of `quire serve`.
+        setup: The `ServerSetup` made from them.
+        scale: The replica options that are set.
+    """
+    for name in UNSUPPORTED_SETTINGS:
+        if getattr(setup.settings, name) != getattr(ServerSettings(), name):
             flag = f"--{name.replace('_', '-')}"
             raise o.UsageError(
                 f"{flag} has no effect with --engine ray, whose server is Ray's; leave it out"
             )
-    if given["engine"].get("enable_lora") or given.get("lora_modules"):
+    if values["engine"].get("enable_lora") or values.get("lora_modules"):
         raise o.UsageError(
             "--enable-lora and --engine ray do not go together yet: replicas serve no adapters"
         )
@@ -98,19 +111,19 @@ def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
 
     folders = [
         name if name is None or not Path(name).is_dir() else str(Path(name).resolve())
-        for name in wanted.names
+        for name in setup.models
     ]
-    models = tuple(zip(folders or [None], wanted.called, strict=True))
-    logged = {"log_json": given["log_json"], "log_level": given["log_level"]}
+    models = tuple(zip(folders or [None], setup.served_names, strict=True))
+    log_options = {"log_json": values["log_json"], "log_level": values["log_level"]}
     return DeploymentPlan(
-        models, wanted.settings, wanted.options, ReplicaOptions(**scale), **logged
+        models, setup.settings, setup.options, ReplicaOptions(**scale), **log_options
     )
 
 
 def run(plan: Any, address: str | None) -> None:
-    """On a cluster: deploy and return. On this machine: serve until a signal comes."""
+    """Deploy on a cluster and return, or serve on this machine until SIGINT or SIGTERM."""
     try:
-        import ray  # noqa: F401 - to tell its absence from what may be wrong in a part of it
+        import ray  # noqa: F401 - tells a missing Ray from an import error inside of Ray
     except ImportError as error:
         raise o.UsageError(f"--engine ray needs Ray: pip install 'quire[ray]' ({error})") from None
     from ...serving.http.logs import setup_logging
@@ -122,12 +135,12 @@ def run(plan: Any, address: str | None) -> None:
             free.bind((plan.settings.host, 0))
             plan = replace(plan, settings=replace(plan.settings, port=free.getsockname()[1]))
     deploy.connect(address, plan)
-    done = threading.Event()
+    stopped = threading.Event()
     if address is None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: done.set())
+            signal.signal(number, lambda *_: stopped.set())
     deploy.run(plan)
     print(f"ready: http://{plan.settings.host}:{plan.settings.port}", file=sys.stderr, flush=True)
     if address is None:
-        done.wait()
+        stopped.wait()
         deploy.stop()

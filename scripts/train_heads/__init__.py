@@ -1,1 +1,1 @@
-"""Heads that draft for a model, trained on what it writes itself: `quire train-heads`."""
+"""`quire train-heads`: train draft heads (Medusa, EAGLE, EAGLE-3) on a model's own outputs."""

@@ -1,4 +1,4 @@
-"""What a model writes to prompts, and rows of it for training."""
+"""Answers that the target model generates, and training batches packed from them."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -12,38 +12,40 @@ import numpy as np
 from ...model.config import ModelError
 from ...ops.cache_folder import publish
 
-CHUNK = 256  # prompts that are answered before the answers are saved
+CHUNK = 256  # prompts to answer between two saves
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Documents, one after another: each is a prompt and what the model wrote to it."""
+    """Concatenated documents, each a prompt followed by the model's answer."""
 
-    tokens: np.ndarray
-    ends: np.ndarray  # where each document ends among the tokens
-    prompts: np.ndarray  # how many tokens of it are the prompt
+    tokens: np.ndarray  # token ids of all documents
+    document_ends: np.ndarray  # index in `tokens` after the last token of each document
+    prompts: np.ndarray  # number of prompt tokens of each document
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.document_ends)
 
     def document(self, number: int) -> np.ndarray:
-        return self.tokens[self.ends[number - 1] if number else 0 : self.ends[number]]
+        start = self.document_ends[number - 1] if number else 0
+        return self.tokens[start : self.document_ends[number]]
 
     def joined(self, documents: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Answers":
-        """With more documents, each as prompt and answer."""
+        """These answers and more documents, given as (prompt, answer) token ids."""
         sizes = [len(prompt) + len(answer) for prompt, answer in documents]
-        more = [token for prompt, answer in documents for token in (*prompt, *answer)]
+        new_tokens = [token for prompt, answer in documents for token in (*prompt, *answer)]
+        new_ends = len(self.tokens) + np.cumsum(sizes, dtype=np.int64)
         return Answers(
-            np.concatenate([self.tokens, np.asarray(more, np.int32)]),
-            np.concatenate([self.ends, len(self.tokens) + np.cumsum(sizes, dtype=np.int64)]),
+            np.concatenate([self.tokens, np.asarray(new_tokens, np.int32)]),
+            np.concatenate([self.document_ends, new_ends]),
             np.concatenate(
                 [self.prompts, np.asarray([len(prompt) for prompt, _ in documents], np.int64)]
             ),
         )
 
     def save(self, path: Path) -> None:
-        with publish(path) as part, open(part, "xb") as file:
-            np.savez(file, tokens=self.tokens, ends=self.ends, prompts=self.prompts)
+        with publish(path) as temporary_path, open(temporary_path, "xb") as file:
+            np.savez(file, tokens=self.tokens, ends=self.document_ends, prompts=self.prompts)
 
 
 def none_yet() -> Answers:
@@ -51,16 +53,16 @@ def none_yet() -> Answers:
 
 
 def load(path: Path) -> Answers:
-    """The answers of a file; none where there is no file."""
+    """Load saved answers; none if the file does not exist."""
     if not path.exists():
         return none_yet()
-    with np.load(path, allow_pickle=False) as found:
-        return Answers(found["tokens"], found["ends"], found["prompts"])
+    with np.load(path, allow_pickle=False) as arrays:
+        return Answers(arrays["tokens"], arrays["ends"], arrays["prompts"])
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """A prompt a line; of a .jsonl file the `prompt`, the `prompt_token_ids` or the `messages` of
-    each object.
+    """Read prompts, one per line: text, or in a .jsonl file an object with `prompt`,
+    `prompt_token_ids` or `messages`.
     """
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
@@ -77,12 +79,12 @@ def read_prompts(path: Path) -> list[Any]:
 
 def read_object(path: Path, number: int, line: str) -> Any:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError as error:
         raise ModelError(f"{path}, line {number} is not JSON: {error}") from None
     for key, kind in (("messages", list), ("prompt_token_ids", list), ("prompt", str)):
-        if isinstance(found, dict) and isinstance(found.get(key), kind):
-            return found if key == "messages" else {key: found[key]}
+        if isinstance(value, dict) and isinstance(value.get(key), kind):
+            return value if key == "messages" else {key: value[key]}
     raise ModelError(
         f"{path}, line {number} must be an object with messages, prompt or prompt_token_ids"
     )
@@ -95,67 +97,74 @@ def write(
     params: Any,
     greedy: float,
     seed: int,
-    told: Callable[[int], bool],
+    on_progress: Callable[[int], bool],
 ) -> Answers:
-    """The model's answers to all prompts, of which the share `greedy` are the likeliest and the
-    others drawn.
+    """Generate the model's answers to all prompts.
 
-    They are saved as they come, and a file that has some of them is gone on with. `told` is told
-    how many there are, and says whether to go on.
+    Answers are saved after every `CHUNK` prompts; generation continues from those in `path`.
+
+    Args:
+        llm: The target model.
+        prompts: As from `read_prompts`.
+        path: File for the answers.
+        params: Sampling parameters.
+        greedy: Fraction of the answers to decode greedily.
+        seed: Selects the greedy answers and seeds the others.
+        on_progress: Called with the number of answers; generation stops if it returns False.
     """
     answers = load(path)
-    while len(answers) < len(prompts) and told(len(answers)):
+    while len(answers) < len(prompts) and on_progress(len(answers)):
         start = len(answers)
-        some = [prompts[number] for number in range(start, min(start + CHUNK, len(prompts)))]
-        asked = [
-            llm.chat_prompt(one["messages"]) if isinstance(one, dict) and "messages" in one else one
-            for one in some
+        chunk = [
+            llm.chat_prompt(prompt["messages"])
+            if isinstance(prompt, dict) and "messages" in prompt
+            else prompt
+            for prompt in prompts[start : start + CHUNK]
         ]
-        given = []
-        for number in range(start, start + len(some)):
-            likeliest = Random(f"{seed}/{number}").random() < greedy
-            given.append(
+        params_by_prompt = []
+        for number in range(start, start + len(chunk)):
+            is_greedy = Random(f"{seed}/{number}").random() < greedy
+            params_by_prompt.append(
                 replace(params, temperature=0.0)
-                if likeliest
+                if is_greedy
                 else replace(params, seed=seed + number)
             )
-        outputs = llm.generate(asked, given, use_tqdm=False)
+        outputs = llm.generate(chunk, params_by_prompt, use_tqdm=False)
         answers = answers.joined(
             [(out.prompt_token_ids, out.outputs[0].token_ids) for out in outputs]
         )
         answers.save(path)
-    told(len(answers))
+    on_progress(len(answers))
     return answers
 
 
 class Rows(NamedTuple):
-    """Rows of a batch, [B, T]: documents one after another, which do not see each other.
-
-    Padding is at position -1.
+    """Arrays [B, T] of packed rows. A row holds several documents, which do not attend to each
+    other.
     """
 
     tokens: np.ndarray
-    documents: np.ndarray
-    positions: np.ndarray
-    written: np.ndarray  # whether the model wrote the token
+    documents: np.ndarray  # number of the document in its row, from 1; 0 is padding
+    positions: np.ndarray  # position in the document; -1 is padding
+    written: np.ndarray  # whether the model generated the token
 
 
 def pack(answers: Answers, numbers: Sequence[int], length: int) -> Rows:
-    """Documents in rows; each goes to the first of the latest rows that has room, and is cut where
-    none could have.
+    """Pack documents into rows of `length` tokens (first fit among the 16 latest rows); longer
+    documents are truncated.
     """
     rows: list[list[int]] = []
-    room: list[int] = []
+    free_tokens: list[int] = []
     for number in numbers:
         size = min(len(answers.document(number)), length)
         latest = range(max(0, len(rows) - 16), len(rows))
-        at = next((row for row in latest if room[row] >= size), None)
+        at = next((row for row in latest if free_tokens[row] >= size), None)
         if at is None:
             at = len(rows)
             rows.append([])
-            room.append(length)
+            free_tokens.append(length)
         rows[at].append(number)
-        room[at] -= size
+        free_tokens[at] -= size
     shape = (len(rows), length)
     tokens = np.zeros(shape, np.int32)
     documents = np.zeros(shape, np.int32)
@@ -165,23 +174,24 @@ def pack(answers: Answers, numbers: Sequence[int], length: int) -> Rows:
         at = 0
         for place, number in enumerate(members, 1):
             document = answers.document(number)[:length]
-            here = np.s_[row, at : at + len(document)]
-            tokens[here], documents[here] = document, place
-            positions[here] = np.arange(len(document))
-            written[here] = np.arange(len(document)) >= answers.prompts[number]
+            span = np.s_[row, at : at + len(document)]
+            tokens[span] = document
+            documents[span] = place
+            positions[span] = np.arange(len(document))
+            written[span] = np.arange(len(document)) >= answers.prompts[number]
             at += len(document)
     return Rows(tokens, documents, positions, written)
 
 
-def parts(rows: Rows, size: int) -> Iterator[Rows]:
-    """Batches of `size` rows; the last is filled up with empty ones."""
+def split_rows(rows: Rows, size: int) -> Iterator[Rows]:
+    """Split rows into batches of `size` rows; the last batch is padded with empty rows."""
     for start in range(0, len(rows.tokens), size):
-        some = Rows(*(field[start : start + size] for field in rows))
-        missing = size - len(some.tokens)
+        batch = Rows(*(field[start : start + size] for field in rows))
+        missing = size - len(batch.tokens)
         yield Rows(
             *(
-                np.pad(x, ((0, missing), (0, 0)), constant_values=-1 if x is some.positions else 0)
-                for x in some
+                np.pad(x, ((0, missing), (0, 0)), constant_values=-1 if x is batch.positions else 0)
+                for x in batch
             )
         )
 
@@ -189,8 +199,8 @@ def parts(rows: Rows, size: int) -> Iterator[Rows]:
 def batches(
     answers: Answers, numbers: Sequence[int], length: int, size: int, seed: int, first: int
 ) -> Iterator[Rows]:
-    """Batches without end from the one numbered `first`, the same for the same seed; each epoch in
-    another order.
+    """Endless training batches, starting with batch number `first`. Each epoch has another order;
+    the same seed gives the same batches.
     """
     epoch = 0
     while True:
@@ -198,7 +208,7 @@ def batches(
         rows = pack(answers, order.tolist(), length)
         count = -(-len(rows.tokens) // size)
         if first < count:
-            for number, batch in enumerate(parts(rows, size)):
+            for number, batch in enumerate(split_rows(rows, size)):
                 if number >= first:
                     yield batch
         first = max(0, first - count)

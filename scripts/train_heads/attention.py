@@ -1,6 +1,4 @@
-"""Attention over whole rows of a training batch, which hold several documents each;
-differentiable.
-"""
+"""Differentiable attention over training rows, each of which holds several packed documents."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +6,12 @@ import jax.numpy as jnp
 from ...model.config import ModelConfig
 from ...ops.attention.backend import AttentionParams
 
-BLOCK = 128  # queries a block: a window layer then reads a few hundred keys and not the whole row
-OUTSIDE = -1e30  # the score of a key that is not seen
+BLOCK = 128  # queries per block, so that a sliding-window layer reads only keys near the window
+MASKED = -1e30  # score of a masked key
 
 
 def attention(config: ModelConfig, documents_BT):
-    """The hook `attend`: causal, inside each document; a block of queries meets only keys it
-    can see.
-    """
+    """The hook `attend` for causal attention in each document, computed by blocks of queries."""
     B, T = documents_BT.shape
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
@@ -25,14 +21,16 @@ def attention(config: ModelConfig, documents_BT):
             v_TKH = k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH
             cache = {**cache, index: tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))}
         k_BJKH, v_BJKH = cache[config.kv_owner[index]]
-        q_BTKGH = grouped(q_TNH * params.scale, B, k_BJKH.shape[2])
+        q_BTKGH = group_heads(q_TNH * params.scale, B, k_BJKH.shape[2])
         out = []
         for start in range(0, T, BLOCK):
             stop = min(start + BLOCK, T)
             first = 0 if window is None else max(0, start - window + 1)
-            ahead = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
-            seen = (ahead >= 0) & (ahead < (window or T))
-            seen = seen & (documents_BT[:, start:stop, None] == documents_BT[:, None, first:stop])
+            distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
+            is_visible = (distance >= 0) & (distance < (window or T))
+            is_visible = is_visible & (
+                documents_BT[:, start:stop, None] == documents_BT[:, None, first:stop]
+            )
             score = jnp.einsum(
                 "BQKGH,BJKH->BKQGJ",
                 q_BTKGH[:, start:stop],
@@ -41,7 +39,7 @@ def attention(config: ModelConfig, documents_BT):
             )
             if soft_cap is not None:
                 score = soft_cap * jnp.tanh(score / soft_cap)
-            score = jnp.where(seen[:, None, :, None], score, OUTSIDE)
+            score = jnp.where(is_visible[:, None, :, None], score, MASKED)
             if sinks_N is not None:
                 sink = sinks_N.reshape(score.shape[1], 1, -1, 1)
                 score = jnp.concatenate(
@@ -54,29 +52,28 @@ def attention(config: ModelConfig, documents_BT):
     return attend
 
 
-def attention_of_pass(number: int, documents_BT):
-    """The same for drafting layers that run over their own features, as often as tokens are
-    drafted.
+def attention_for_pass(number: int, documents_BT):
+    """The hook `attend` for draft layers that run autoregressively over their own features.
 
-    In pass `number`, from 0, each row holds what the pass before made, as if that many tokens had
-    been drafted up to it. So it sees what was drafted with it, a row of each pass, and of what
-    stands before these the rows of the first pass, which hold the model's features.
+    In pass `number` (from 0), the features of position t stand for a draft of `number` tokens that
+    ends at t. Position t therefore attends to the positions up to t - `number` of pass 0, which
+    hold the target model's features, and to one position of each later pass: its own draft prefix.
     """
     B, T = documents_BT.shape
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
-        own = tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))
-        passes = [*cache.get(index, ()), own]
+        kv = tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))
+        passes = [*cache.get(index, ()), kv]
         cache = {**cache, index: passes}
         (k_BJKH, v_BJKH), *drafted = passes
-        q_BTKGH = grouped(q_TNH * params.scale, B, k_BJKH.shape[2])
-        ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-        seen = (ahead >= number) & (documents_BT[:, :, None] == documents_BT[:, None])
+        q_BTKGH = group_heads(q_TNH * params.scale, B, k_BJKH.shape[2])
+        distance = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+        is_visible = (distance >= number) & (documents_BT[:, :, None] == documents_BT[:, None])
         score = jnp.einsum("BQKGH,BJKH->BKQGJ", q_BTKGH, k_BJKH, preferred_element_type=jnp.float32)
-        scores = [jnp.where(seen[:, None, :, None], score, OUTSIDE)]
+        scores = [jnp.where(is_visible[:, None, :, None], score, MASKED)]
         values = []
         for place, (k, v) in enumerate(drafted, 1):
-            k, v = (shifted(x, number - place) for x in (k, v))
+            k, v = (shift(x, number - place) for x in (k, v))
             score = jnp.einsum("BQKGH,BQKH->BKQG", q_BTKGH, k, preferred_element_type=jnp.float32)
             scores.append(score[..., None])
             values.append(v)
@@ -89,12 +86,12 @@ def attention_of_pass(number: int, documents_BT):
     return attend
 
 
-def grouped(q_TNH, B: int, K: int):
+def group_heads(q_TNH, B: int, K: int):
     return q_TNH.reshape(B, -1, K, q_TNH.shape[1] // K, q_TNH.shape[2])
 
 
-def shifted(x_BT, count: int):
-    """Rows moved `count` places to the right, or to the left if it is negative; zeros come in."""
+def shift(x_BT, count: int):
+    """Shift along T by `count` positions to the right (to the left if negative), filling with 0."""
     if count == 0:
         return x_BT
     gap = jnp.zeros_like(x_BT[:, : abs(count)])

@@ -1,4 +1,4 @@
-"""Heads before any training, and the config.json that says what they are."""
+"""Initial draft heads: their config.json and weights before training."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,25 +12,32 @@ from ...model.weights import ModelWeights
 from ...sharding.spec import random_arrays
 from .answers import Answers
 
-KINDS = ("medusa", "eagle", "eagle3")  # that can be trained
+KINDS = ("medusa", "eagle", "eagle3")  # the kinds that can be trained
 
 
 def new_heads(
     kind: str, target: ModelConfig, count: int, depth: int, own_head: bool, vocab: int
 ) -> tuple[DraftHeads, dict[str, Any]]:
-    """Heads for a model and their config.json; what is said of another kind than this has no
-    meaning.
+    """Describe new draft heads. Returns them and their config.json.
+
+    Args:
+        kind: One of `KINDS`.
+        target: Config of the target model.
+        count: medusa: number of heads.
+        depth: medusa: residual blocks per head.
+        own_head: medusa: whether each head has its own output matrix.
+        vocab: eagle3: size of the draft vocabulary; 0 for the whole vocabulary.
     """
     check_kind(kind)
     names = ()
-    of_all = {
+    common_keys = {
         "vocab_size": target.vocab_size,
         "hidden_size": target.dim,
         "torch_dtype": target.dtype,
     }
     if kind == "medusa":
         names = ("blocks.0.layers.0.bias",)
-        hf = of_all | {
+        hf = common_keys | {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "num_heads": count,
@@ -40,12 +47,12 @@ def new_heads(
             "medusa_fc_bias": True,
         }
     else:
-        hf = of_all | layer_like(target)
+        hf = common_keys | layer_like(target)
     if kind == "eagle3":
         count = min(vocab or target.vocab_size, target.vocab_size)
         L = len(target.layers)
         hf |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": count}
-        if L < 5:  # too few for the places that features are taken from elsewhere
+        if L < 5:  # too few for the default layers that EAGLE-3 takes its features from
             hf |= {"eagle_aux_hidden_state_layer_ids": [1, (L + 1) // 2, L]}
     return parse_heads(hf, names, target, kind), hf
 
@@ -58,14 +65,14 @@ def check_kind(kind: str) -> None:
 
 
 def layer_like(target: ModelConfig) -> dict[str, Any]:
-    """One layer of Llama's form, about as large as one of the target's."""
-    found = target.layers[-1]
-    attention = found.attention
+    """Config keys of a one-layer Llama about as large as a layer of the target model."""
+    last_layer = target.layers[-1]
+    attention = last_layer.attention
     D = target.dim
     H = attention.head_dim if isinstance(attention, Attention) else 128
     H = next(size for size in (H, 64, 32, 16, 8, 4, 2) if D % size == 0)
     N = D // H
-    F = found.mlp.dim if found.mlp is not None and found.moe is None else 4 * D
+    F = last_layer.mlp.dim if last_layer.mlp is not None and last_layer.moe is None else 4 * D
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -85,12 +92,12 @@ def layer_like(target: ModelConfig) -> dict[str, Any]:
 def first_weights(
     heads: DraftHeads, target_weights: ModelWeights, answers: Answers, seed: int
 ) -> DraftHeadsWeights:
-    """Medusa's heads begin as the model's own, layers at random."""
-    own = random_arrays(abstract(heads), seed)
+    """Initial weights: Medusa heads predict like the model's own head, draft layers are random."""
+    head_weights = random_arrays(abstract(heads), seed)
     table_VD = target_weights.embed_VD if target_weights.head_VD is None else target_weights.head_VD
     if heads.kind == "medusa":
 
-        def begun(head):
+        def like_target(head):
             blocks = tuple(
                 block.replace(weight_DE=jnp.zeros_like(block.weight_DE)) for block in head.blocks
             )
@@ -98,16 +105,16 @@ def first_weights(
                 blocks=blocks, head_VD=None if head.head_VD is None else jnp.array(table_VD)
             )
 
-        return own.replace(heads=tuple(map(begun, own.heads)))
+        return head_weights.replace(heads=tuple(map(like_target, head_weights.heads)))
     if not heads.own_head:
-        return own
+        return head_weights
     tokens_V = np.arange(heads.model.vocab_size)
-    if heads.vocab:  # those that were written most
+    if heads.vocab:  # the most frequent tokens
         counts_V = np.bincount(answers.tokens, minlength=heads.model.vocab_size)
         tokens_V = np.sort(np.argsort(-counts_V, kind="stable")[: heads.vocab])
-        own = own.replace(tokens_U=jnp.asarray(tokens_V, jnp.int32))
-    return own.replace(head_VD=jnp.asarray(table_VD)[tokens_V])
+        head_weights = head_weights.replace(tokens_U=jnp.asarray(tokens_V, jnp.int32))
+    return head_weights.replace(head_VD=jnp.asarray(table_VD)[tokens_V])
 
 
-def at_dtype(heads: DraftHeads, dtype: str) -> DraftHeads:
+def with_dtype(heads: DraftHeads, dtype: str) -> DraftHeads:
     return replace(heads, model=replace(heads.model, dtype=dtype))

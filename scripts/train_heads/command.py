@@ -1,4 +1,4 @@
-"""`quire train-heads`: heads that draft for a model, trained on what it writes itself."""
+"""`quire train-heads`: train draft heads for speculative decoding on a model's own outputs."""
 
 from dataclasses import Field, fields
 from pathlib import Path
@@ -11,33 +11,41 @@ from .settings import Settings
 
 
 def flag(field: Field) -> Any:
-    """The flag of a setting. Not given it is None, which leaves the default to `Settings`."""
-    about = field.metadata
+    """The flag for a field of `Settings`; None if omitted: `Settings` sets the default."""
+    metadata = field.metadata
     kind = field.type
-    name = f"--{field.name.replace('_', '-')}"
     parser = o.size if kind is int else None
-    named = name if kind is bool else ""
     return Annotated[
         kind | None,
         o.option(
-            about["help"], about["panel"], about["metavar"], about["shown"], named, parser=parser
+            metadata["help"],
+            metadata["panel"],
+            metadata["metavar"],
+            metadata["default_text"],
+            name=f"--{field.name.replace('_', '-')}" if kind is bool else "",
+            parser=parser,
         ),
     ]
 
 
 @o.takes("settings", {field.name: flag(field) for field in fields(Settings)}, make=Settings)
 def main(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model folder or Hugging Face model ID.")
+    ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder for answers, checkpoints and heads.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Output folder for generated answers, checkpoints and the heads."
+        ),
     ],
     *,
     settings: Settings,
 ) -> None:
-    """Train heads that draft for a model, on what it writes itself. They are in OUT/heads in the
-    end.
+    """Train draft heads for speculative decoding (Medusa, EAGLE or EAGLE-3) on answers that the
+    model generates. Writes them to OUT/heads.
 
-    Stopped by Ctrl-C it saves, and the same command goes on.
+    Ctrl-C saves a checkpoint and stops; the same command continues the training.
     """
     from ...model.extras import import_extra  # not at the top: `--help` must not wait for JAX
 

@@ -1,5 +1,5 @@
-"""What heads are taught: the model's own distribution at each place that they draft, and its
-features.
+"""The training loss of draft heads: cross entropy with the target model's distribution at each
+draft position; EAGLE heads also regress the target's features.
 """
 
 from collections.abc import Iterator
@@ -14,136 +14,145 @@ from ...model.config import ModelConfig
 from ...model.draft_heads import DraftHeads
 from ...model.mixers import LayerHooks
 from .answers import Rows
-from .attention import attention, attention_of_pass, shifted
+from .attention import attention, attention_for_pass, shift
 
-FEATURES = 0.2  # the weight in the loss of the features that EAGLE's layer foretells
-LATER = 0.8  # the weight of each further place against the one before
-LOGITS = 1 << 26  # at a time: of more rows than this allows, a part after another
+FEATURES = 0.2  # loss weight of the features that an EAGLE layer predicts
+LATER = 0.8  # weight of each draft position relative to the one before
+LOGITS = 1 << 26  # maximum number of logits held at once; more are computed chunk by chunk
 
 
-class Judged(NamedTuple):
-    """Of one place ahead: the mean loss, the drafts that were right up to there, and all."""
+class DraftScore(NamedTuple):
+    """Results for one draft position."""
 
-    loss: Any
-    right: Any
-    asked: Any
+    loss: Any  # mean loss
+    num_accepted: Any  # drafts that are right at this position and all positions before
+    num_drafted: Any
 
 
 def judge(
-    heads: DraftHeads, own, target_weights, config: ModelConfig, batch: Rows, places: int
-) -> list[Judged]:
-    """How well the heads draft at each of `places` places ahead, if all before them are right."""
+    heads: DraftHeads, head_weights, target_weights, config: ModelConfig, batch: Rows, places: int
+) -> list[DraftScore]:
+    """Score the heads at each of `places` draft positions, given that all drafts before are right.
+
+    Args:
+        heads: The draft heads.
+        head_weights: Their weights.
+        target_weights: Weights of the target model.
+        config: Its config.
+        batch: Packed rows.
+        places: Number of draft positions to score.
+    """
     tokens_BT = batch.tokens
     documents_BT = batch.documents
     positions_T = batch.positions.reshape(-1)
     attend = attention(config, documents_BT)
-    seen: dict[int, Any] = {}
+    features_by_layer: dict[int, Any] = {}
     x = decoder.embed(target_weights, tokens_BT.reshape(-1), positions_T, config)
-    hooks = LayerHooks(attend, observe=seen.__setitem__ if heads.features else None)
+    hooks = LayerHooks(attend, observe=features_by_layer.__setitem__ if heads.features else None)
     (x_TD, _), _ = decoder.run_layers(target_weights.layers, 0, x, {}, positions_T, config, hooks)
     hidden_TD = decoder.final_norm(target_weights, x_TD, config)
     raw_TF = (
-        jnp.concatenate([seen[index] for index in heads.features], axis=-1)
+        jnp.concatenate([features_by_layer[index] for index in heads.features], axis=-1)
         if heads.features
         else hidden_TD
     )
     hidden_TD, raw_TF = jax.lax.stop_gradient((hidden_TD, raw_TF))
-    lesson = of_medusa if heads.kind == "medusa" else of_layers
-    return lesson(heads, own, target_weights, config, batch, places, hidden_TD, raw_TF)
+    score = score_medusa if heads.kind == "medusa" else score_eagle
+    return score(heads, head_weights, target_weights, config, batch, places, hidden_TD, raw_TF)
 
 
-def asked_from(batch: Rows, place: int):
-    """The rows from which a token `place` + 2 places on is drafted, where the model wrote all from
-    the next one on.
+def draft_mask(batch: Rows, place: int):
+    """Mask [B, T] of the positions t from which the token at t + `place` + 2 is drafted: the model
+    generated that token and all tokens between.
     """
-    asked_BT = jnp.ones(batch.tokens.shape, bool)
-    for ahead in range(1, place + 3):
-        same_BT = shifted(batch.documents, -ahead) == batch.documents
-        asked_BT &= same_BT & shifted(batch.written, -ahead)
-    return asked_BT & (batch.documents > 0)
+    mask_BT = jnp.ones(batch.tokens.shape, bool)
+    for offset in range(1, place + 3):
+        is_same_document_BT = shift(batch.documents, -offset) == batch.documents
+        mask_BT &= is_same_document_BT & shift(batch.written, -offset)
+    return mask_BT & (batch.documents > 0)
 
 
-def of_medusa(
-    heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, _
-) -> list[Judged]:
-    """Each head is asked at every row; the token one place on is not its affair."""
+def score_medusa(
+    heads, head_weights, target_weights, config, batch: Rows, places: int, hidden_TD, _
+) -> list[DraftScore]:
+    """Score Medusa heads: head c predicts the token at t + 2 + c from the hidden state at t."""
     B, T = batch.tokens.shape
-    found = []
+    scores = []
     chain_BT = jnp.ones((B, T), bool)
     for c in range(min(places, heads.count)):
-        one = replace(heads, count=1), own.replace(heads=own.heads[c : c + 1])
-        taught_TD = flat(shifted(hidden_TD.reshape(B, T, -1), -1 - c))
-        asked_BT = asked_from(batch, c)
-        wanted_BT = shifted(batch.tokens, -2 - c)
+        head = replace(heads, count=1), head_weights.replace(heads=head_weights.heads[c : c + 1])
+        target_TD = flat(shift(hidden_TD.reshape(B, T, -1), -1 - c))
+        drafted_BT = draft_mask(batch, c)
+        labels_BT = shift(batch.tokens, -2 - c)
 
-        def drafted(x_RD, one=one):
-            return draft_heads.medusa_logits(*one, target_weights, x_RD)[0]
+        def drafted(x_RD, head=head):
+            return draft_heads.medusa_logits(*head, target_weights, x_RD)[0]
 
-        lost_T, right_T = compare(
-            drafted, hidden_TD, taught_TD, wanted_BT, target_weights, config, own.tokens_U
+        loss_T, is_right_T = compare(
+            drafted, hidden_TD, target_TD, labels_BT, target_weights, config, head_weights.tokens_U
         )
-        chain_BT &= right_T.reshape(B, T)
-        found.append(judged(lost_T, chain_BT, asked_BT))
-    return found
+        chain_BT &= is_right_T.reshape(B, T)
+        scores.append(draft_score(loss_T, chain_BT, drafted_BT))
+    return scores
 
 
-def of_layers(
-    heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, raw_TF
-) -> list[Judged]:
-    """The layers run as often as tokens are drafted, each time over what they made the time
-    before.
+def score_eagle(
+    heads, head_weights, target_weights, config, batch: Rows, places: int, hidden_TD, raw_TF
+) -> list[DraftScore]:
+    """Score EAGLE heads: the draft layers run once per draft position, each time over the features
+    of the pass before.
     """
     B, T = batch.tokens.shape
-    wanted_BT = shifted(batch.tokens, -2)
-    taught_TD = flat(shifted(hidden_TD.reshape(B, T, -1), -1))
-    found = []
+    labels_BT = shift(batch.tokens, -2)
+    target_TD = flat(shift(hidden_TD.reshape(B, T, -1), -1))
+    scores = []
     chain_BT = jnp.ones((B, T), bool)
-    for place, (made_TD, x_TD) in enumerate(
-        passes(heads, own, target_weights, batch, places, raw_TF)
+    for place, (features_TD, x_TD) in enumerate(
+        passes(heads, head_weights, target_weights, batch, places, raw_TF)
     ):
 
         def drafted(x_RD):
-            return draft_heads.logits(heads, own, target_weights, x_RD)
+            return draft_heads.logits(heads, head_weights, target_weights, x_RD)
 
-        lost_T, right_T = compare(
-            drafted, x_TD, taught_TD, wanted_BT, target_weights, config, own.tokens_U
+        loss_T, is_right_T = compare(
+            drafted, x_TD, target_TD, labels_BT, target_weights, config, head_weights.tokens_U
         )
         if heads.kind == "eagle":
-            lost_T = lost_T + FEATURES * smooth(made_TD - taught_TD).mean(axis=-1)
-        # a row that has drafted so many tokens before
-        asked_BT = shifted(asked_from(batch, place), place)
-        chain_BT = shifted(chain_BT, min(place, 1)) & right_T.reshape(B, T)
-        found.append(judged(lost_T, chain_BT, asked_BT))
-    return found
+            loss_T = loss_T + FEATURES * smooth(features_TD - target_TD).mean(axis=-1)
+        # In pass `place`, position t continues a draft that started at t - `place`.
+        drafted_BT = shift(draft_mask(batch, place), place)
+        chain_BT = shift(chain_BT, min(place, 1)) & is_right_T.reshape(B, T)
+        scores.append(draft_score(loss_T, chain_BT, drafted_BT))
+    return scores
 
 
 def passes(
-    heads, own, target_weights, batch: Rows, places: int, raw_TF
+    heads, head_weights, target_weights, batch: Rows, places: int, raw_TF
 ) -> Iterator[tuple[Any, Any]]:
-    """(features, hidden states) that the layers make, first of the model's features and then of
-    their own.
+    """Yield (features, hidden states) of each pass of the draft layers: the first pass runs over
+    the target's features, each later one over the features of the pass before.
 
-    What they make in a row is the next row's feature. The tokens are those that the model wrote:
-    after a draft that is another one, none counts.
+    The features at a position are inputs at the next position. Token inputs are the model's own
+    answer; positions after a wrong draft do not count as accepted.
     """
     B, T = batch.tokens.shape
-    next_T = shifted(batch.tokens, -1).reshape(-1)
+    next_T = shift(batch.tokens, -1).reshape(-1)
     positions_T = batch.positions.reshape(-1)
-    features_TD = draft_heads.take_features(heads, own, raw_TF)
+    features_TD = draft_heads.take_features(heads, head_weights, raw_TF)
     cache = {}
     for place in range(places):
-        hooks = LayerHooks(attention_of_pass(place, batch.documents))
-        made_TD, x_TD, cache = draft_heads.run(
-            heads, own, target_weights, next_T, features_TD, positions_T, cache, hooks
+        hooks = LayerHooks(attention_for_pass(place, batch.documents))
+        new_features_TD, x_TD, cache = draft_heads.run(
+            heads, head_weights, target_weights, next_T, features_TD, positions_T, cache, hooks
         )
-        yield made_TD, x_TD
-        features_TD = flat(shifted(made_TD.reshape(B, T, -1), 1))
+        yield new_features_TD, x_TD
+        features_TD = flat(shift(new_features_TD.reshape(B, T, -1), 1))
 
 
-def judged(lost_T, chain_BT, asked_BT) -> Judged:
-    asked = asked_BT.sum()
-    lost = jnp.where(asked_BT.reshape(-1), lost_T, 0).sum() / jnp.maximum(asked, 1)
-    return Judged(lost, (chain_BT & asked_BT).sum(), asked)
+def draft_score(loss_T, chain_BT, drafted_BT) -> DraftScore:
+    num_drafted = drafted_BT.sum()
+    loss = jnp.where(drafted_BT.reshape(-1), loss_T, 0).sum() / jnp.maximum(num_drafted, 1)
+    return DraftScore(loss, (chain_BT & drafted_BT).sum(), num_drafted)
 
 
 def flat(x_BTD):
@@ -151,41 +160,50 @@ def flat(x_BTD):
 
 
 def smooth(x):
-    """Half its square, and beyond 1 its size."""
+    """The smooth L1 loss of each element."""
     size = jnp.abs(x)
     return jnp.where(size < 1, size * size / 2, size - 0.5)
 
 
-def compare(drafted, x_TD, taught_TD, wanted_BT, target_weights, config: ModelConfig, tokens_U):
-    """(cross entropy with the model's own distribution, whether the likeliest token is the wanted
-    one), of each row.
+def compare(
+    draft_logits, x_TD, target_TD, labels_BT, target_weights, config: ModelConfig, tokens_U
+):
+    """(cross entropy with the target's distribution, whether the greedy draft is the label) by row.
 
-    `taught_TD` are the hidden states from which the model draws the wanted tokens.
+    Args:
+        drafted: Computes draft logits from hidden states.
+        x_TD: The draft heads' hidden states.
+        taught_TD: Hidden states from which the target model predicts the labels.
+        wanted_BT: The labels: the tokens in the answers.
+        target_weights: Weights of the target model.
+        config: Its config.
+        tokens_U: Token ids of the draft vocabulary, or None for the whole vocabulary.
     """
 
-    def some(rows):
-        x_RD, taught_RD, wanted_R = rows
-        own_RV = drafted(x_RD)
-        taught_RV = decoder.logits(target_weights, taught_RD, config)
-        right_R = jnp.argmax(own_RV, axis=-1) == wanted_R
-        if tokens_U is not None:  # others cannot be drafted
-            own_RV = own_RV[:, tokens_U]
-            taught_RV = taught_RV[:, tokens_U]
-        share_RV = jax.lax.stop_gradient(jax.nn.softmax(taught_RV, axis=-1))
-        return -(share_RV * jax.nn.log_softmax(own_RV, axis=-1)).sum(axis=-1), right_R
+    def compare_chunk(rows):
+        x_RD, target_RD, labels_R = rows
+        draft_RV = draft_logits(x_RD)
+        target_RV = decoder.logits(target_weights, target_RD, config)
+        is_right_R = jnp.argmax(draft_RV, axis=-1) == labels_R
+        if tokens_U is not None:  # only tokens in the draft vocabulary can be drafted
+            draft_RV = draft_RV[:, tokens_U]
+            target_RV = target_RV[:, tokens_U]
+        target_probs_RV = jax.lax.stop_gradient(jax.nn.softmax(target_RV, axis=-1))
+        return -(target_probs_RV * jax.nn.log_softmax(draft_RV, axis=-1)).sum(axis=-1), is_right_R
 
-    rows = (x_TD, taught_TD, wanted_BT.reshape(-1))
+    rows = (x_TD, target_TD, labels_BT.reshape(-1))
     T = len(x_TD)
     size = max(1, LOGITS // config.vocab_size)
     if size >= T:
-        return some(rows)
-    parts = -(-T // size)
-    padded = [jnp.pad(x, [(0, parts * size - T)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
-    cut = tuple(x.reshape(parts, size, *x.shape[1:]) for x in padded)
-    return tuple(x.reshape(-1)[:T] for x in jax.lax.map(jax.checkpoint(some), cut))
+        return compare_chunk(rows)
+    num_chunks = -(-T // size)
+    padded = [jnp.pad(x, [(0, num_chunks * size - T)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
+    cut = tuple(x.reshape(num_chunks, size, *x.shape[1:]) for x in padded)
+    return tuple(x.reshape(-1)[:T] for x in jax.lax.map(jax.checkpoint(compare_chunk), cut))
 
 
-def loss_of(found: list[Judged]):
-    """The mean over the places, the later ones counting less."""
-    weights = [LATER**place for place in range(len(found))]
-    return sum(weight * one.loss for weight, one in zip(weights, found, strict=True)) / sum(weights)
+def loss_of(scores: list[DraftScore]):
+    """Weighted mean loss of the draft positions; later positions weigh less."""
+    weights = [LATER**place for place in range(len(scores))]
+    weighted = [weight * score.loss for weight, score in zip(weights, scores, strict=True)]
+    return sum(weighted) / sum(weights)

@@ -1,5 +1,5 @@
-"""What heads are trained, on what, and how: the flags of `quire train-heads`, which a folder is
-begun with.
+"""Settings of a training run of draft heads: the flags of `quire train-heads`. The output folder
+records them.
 """
 
 import json
@@ -15,58 +15,65 @@ SHAPE = "Heads"
 
 
 def flag(
-    default: Any, panel: str, help: str, metavar: str | None = None, shown: str | None = None
+    default: Any, panel: str, help: str, metavar: str | None = None, default_text: str | None = None
 ) -> Any:
-    """A setting with its default; `shown` says what happens without it, where the default does
-    not.
+    """Declare a setting that is also a flag; `default_text` is its default in `--help`, where the
+    value itself is not clear.
     """
-    text = f"{default:g}" if isinstance(default, float) else str(default)
+    text = default_text or (f"{default:g}" if isinstance(default, float) else str(default))
     return field(
         default=default,
-        metadata={"help": help, "panel": panel, "metavar": metavar, "shown": shown or text},
+        metadata={"help": help, "panel": panel, "metavar": metavar, "default_text": text},
     )
 
 
 @dataclass(frozen=True)
 class Settings:
-    kind: str = flag("eagle", SHAPE, "medusa, eagle or eagle3.")
-    heads: int = flag(4, SHAPE, "medusa: heads, each for one place ahead.", "N")
-    depth: int = flag(1, SHAPE, "medusa: residual blocks of a head.", "N")
+    kind: str = flag("eagle", SHAPE, "Kind of draft heads: medusa, eagle or eagle3.")
+    heads: int = flag(4, SHAPE, "medusa: number of heads, one per draft token.", "N")
+    depth: int = flag(1, SHAPE, "medusa: residual blocks per head.", "N")
     shared_head: bool = flag(
-        False, SHAPE, "medusa: use the model's output matrix, in place of one for each head."
+        False, SHAPE, "medusa: share the model's LM head, instead of training one per head."
     )
     draft_vocab: int = flag(
-        0, SHAPE, "eagle3: tokens that can be drafted, those written most.", "N", "all"
+        0,
+        SHAPE,
+        "eagle3: size of the draft vocabulary, the tokens most frequent in the answers.",
+        "N",
+        "the whole vocabulary",
     )
     start: Path | None = flag(
-        None, SHAPE, "Folder of heads to go on from; they are what it says.", "FOLDER", "new ones"
+        None,
+        SHAPE,
+        "Folder of trained heads to continue from; its config.json overrides the settings above.",
+        "FOLDER",
+        "new heads",
     )
     prompts: Path | None = flag(
         None,
         DATA,
-        "A prompt a line; or .jsonl, objects with prompt or messages.",
+        "Prompts to answer, one per line; or a .jsonl file of objects with prompt, "
+        "prompt_token_ids or messages.",
         "FILE",
-        "the beginning of a text",
+        "the BOS token alone",
     )
-    samples: int = flag(4000, DATA, "Answers to write where there is no file.", "N")
-    max_tokens: int = flag(256, DATA, "Tokens of an answer at most.", "N")
+    samples: int = flag(4000, DATA, "Number of answers to generate without --prompts.", "N")
+    max_tokens: int = flag(256, DATA, "Maximum number of tokens per answer.", "N")
     temperature: float | None = flag(
-        None, DATA, "Of the answers that are drawn.", "NUMBER", "the model's own, or 1"
+        None, DATA, "Temperature of the sampled answers.", "NUMBER", "the model's own, or 1"
     )
-    greedy: float = flag(0.5, DATA, "Share of the answers that are the likeliest.", "SHARE")
-    held_out: float = flag(
-        0.02, DATA, "Share of the answers that nothing is learned from.", "SHARE"
-    )
-    steps: int = flag(1000, LEARNING, "Steps, all sessions together.", "N")
-    rows: int = flag(8, LEARNING, "Rows of a batch.", "N")
-    length: int = flag(512, LEARNING, "Tokens of a row.", "N")
-    places: int = flag(4, LEARNING, "eagle, eagle3: places ahead that are learned.", "N")
+    greedy: float = flag(0.5, DATA, "Fraction of the prompts to answer greedily.", "SHARE")
+    held_out: float = flag(0.02, DATA, "Fraction of the answers held out for evaluation.", "SHARE")
+    steps: int = flag(1000, LEARNING, "Total number of training steps.", "N")
+    rows: int = flag(8, LEARNING, "Batch size in rows.", "N")
+    length: int = flag(512, LEARNING, "Tokens per row, into which answers are packed.", "N")
+    places: int = flag(4, LEARNING, "eagle, eagle3: number of draft positions to train.", "N")
     rate: float = flag(
-        1e-3, LEARNING, "Learning rate after the warm-up; it falls along a cosine.", "NUMBER"
+        1e-3, LEARNING, "Peak learning rate; linear warm-up, then cosine decay.", "NUMBER"
     )
-    warmup: int = flag(50, LEARNING, "Steps until the rate is reached.", "N")
-    seed: int = flag(0, LEARNING, "Another seed draws, begins and mixes in another way.", "N")
-    check: int = flag(200, LEARNING, "Steps from checkpoint to checkpoint.", "N")
+    warmup: int = flag(50, LEARNING, "Number of warm-up steps.", "N")
+    seed: int = flag(0, LEARNING, "Seed for sampling, initial weights and data order.", "N")
+    check: int = flag(200, LEARNING, "Steps between checkpoints and evaluations.", "N")
 
     def __post_init__(self):
         for name in ("heads", "depth", "samples", "max_tokens", "steps", "rows", "places", "check"):
@@ -83,21 +90,22 @@ class Settings:
             )
 
     def begin(self, folder: Path) -> None:
-        """Write them into a new folder; one that was begun with others is refused."""
+        """Write the settings into a new folder; raises if the folder has different settings."""
         path = folder / "settings.json"
-        values = {name: own(value) for name, value in asdict(self).items()}
+        values = {name: json_value(value) for name, value in asdict(self).items()}
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values, indent=2) + "\n")
             return
-        before = json.loads(path.read_text())
-        for each in fields(self):
-            if before.get(each.name) != values[each.name]:
+        recorded = json.loads(path.read_text())
+        for setting in fields(self):
+            if recorded.get(setting.name) != values[setting.name]:
                 raise ModelError(
-                    f"{folder} was begun with {each.name} = {before.get(each.name)!r}, and now it "
-                    f"is {values[each.name]!r}; give what it was begun with, or another folder"
+                    f"{folder} was begun with {setting.name} = {recorded.get(setting.name)!r}, and "
+                    f"now it is {values[setting.name]!r}; give what it was begun with, or another "
+                    "folder"
                 )
 
 
-def own(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value

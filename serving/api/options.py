@@ -78,245 +78,279 @@ def no_flag(default: Any, help: str) -> Any:
 class EngineOptions:
     """Options of an engine: the flags of the commands, and keyword arguments in Python."""
 
-    model: str | None = no_flag(None, "A folder or Hugging Face id; None: the bundled model.")
+    model: str | None = no_flag(
+        None, "Model folder or Hugging Face model ID; None: the bundled model."
+    )
     _: KW_ONLY
     tokenizer: str | None = flag(
-        None, MODEL, "A folder or Hugging Face id.", default_text="the model's own"
+        None,
+        MODEL,
+        "Folder or Hugging Face model ID of the tokenizer.",
+        default_text="the model's own",
     )
-    skip_tokenizer_init: bool = no_flag(False, "Take and give token ids only.")
+    skip_tokenizer_init: bool = no_flag(
+        False, "Load no tokenizer; prompts and outputs are token IDs only."
+    )
     revision: str | None = flag(
-        None, MODEL, "Branch, tag or commit of a model on the Hub.", "NAME", "main"
+        None, MODEL, "Branch, tag or commit of the model on Hugging Face.", "NAME", "main"
     )
     download_dir: str | None = flag(
-        None, MODEL, "Folder for what is downloaded.", "DIR", "the Hub's own cache"
+        None, MODEL, "Folder for downloaded models.", "DIR", "the Hugging Face cache"
     )
     load_format: str = flag(
-        "auto", MODEL, "auto, safetensors, or dummy: random weights, for measuring.", "FORMAT"
+        "auto",
+        MODEL,
+        "Format of the weights: auto, safetensors, or dummy (random weights, for benchmarks).",
+        "FORMAT",
     )
     weight_cache: bool = flag(
         True,
         MODEL,
-        "On CPUs keep the weights as the kernels want them, and map them at the next start.",
+        "On CPUs, cache the weights on disk in the layout of the kernels, and memory-map them at "
+        "the next start.",
     )
     hf_overrides: dict[str, Any] | None = flag(
         None,
         MODEL,
-        "Values for keys of config.json in place of its own; null is as if a key were not there.",
+        "Overrides for keys of config.json; null removes a key.",
         "JSON",
     )
     generation_config: str = flag(
         "auto",
         MODEL,
-        "Where the defaults of sampling parameters are: in generation_config.json of the model "
-        "(auto), or of a folder; vllm: without it.",
+        "Source of default sampling parameters: auto (the model's generation_config.json), a "
+        "folder with that file, or vllm (none).",
         "auto|vllm|DIR",
     )
     override_generation_config: dict[str, Any] | None = flag(
         None,
         MODEL,
-        "Defaults of sampling parameters in place of the model's, as in '{\"temperature\": 0.5}'.",
+        "Overrides for default sampling parameters, as in '{\"temperature\": 0.5}'.",
         "JSON",
     )
     dtype: str = flag(
         "auto",
         MODEL,
-        "float32, bfloat16, float16 (computed in bfloat16) or auto.",
+        "Data type of weights and activations: auto, float32, bfloat16, or float16 (computed in "
+        "bfloat16).",
         default_text="auto: the model's",
     )
     quantization: str | None = flag(
         None,
         MODEL,
-        "Round the weights to int8, int8-weights, fp8, fp8-weights, int4-64-zero, mxfp4, "
-        "e8p-2 and so on.",
-        default_text="as they are",
+        "Quantise the model to int8 or fp8 (weights and activations), int8-weights, fp8-weights, "
+        "int4-64-zero, mxfp4, e8p-2 and so on (docs/quantisation.md).",
+        default_text="the checkpoint's format",
         short_name="q",
     )
     activation_dtype: str = flag(
         "auto",
         MODEL,
-        "int8: rows are rounded to bytes, in groups, before they meet weights of "
-        "four bits; CPUs only.",
+        "int8: quantise activations to int8 in groups for products with four-bit weights; CPUs "
+        "only.",
         "auto|int8",
     )
     max_model_len: int | None = flag(
         None,
         MODEL,
-        "Most tokens of a prompt and its answer together; -1: as many as fit into memory.",
+        "Maximum context length: prompt and output tokens; -1 uses the longest that fits into "
+        "memory.",
         "TOKENS",
         "the model's own",
     )
-    block_size: int = flag(16, MEMORY, "Size of a page of the KV cache.", "TOKENS")
-    tensor_parallel_size: int = flag(1, DEVICES, "Devices that split every layer.", short_name="tp")
-    expert_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the experts.")
+    block_size: int = flag(16, MEMORY, "KV cache page size in tokens.", "TOKENS")
+    tensor_parallel_size: int = flag(
+        1, DEVICES, "Tensor parallelism: number of devices that split every layer.", short_name="tp"
+    )
+    expert_parallel_size: int = flag(
+        1, DEVICES, "Expert parallelism: number of device groups that divide the experts."
+    )
     context_parallel_size: int = flag(
         1,
         DEVICES,
-        "Groups of devices that divide the positions of every page, and the tokens of long steps.",
+        "Context parallelism: number of device groups that divide the KV cache by position, and "
+        "the tokens of long prefill steps.",
     )
     pipeline_parallel_size: int = flag(
-        1, DEVICES, "Groups of devices that divide the layers.", short_name="pp"
+        1,
+        DEVICES,
+        "Pipeline parallelism: number of device groups that divide the layers.",
+        short_name="pp",
     )
     data_parallel_size: int = flag(
         1,
         DEVICES,
-        "Groups of devices that each have sequences and a KV cache of their own; they share the "
-        "experts.",
+        "Data parallelism: number of device groups with separate sequences and KV caches; they "
+        "share the experts.",
         short_name="dp",
     )
     shard_weights: bool = flag(
         False,
         DEVICES,
-        "Divide every layer's weights among the devices of --context-parallel-size; they are "
-        "gathered for each use.",
+        "Shard every layer's weights over the devices of --context-parallel-size, as in FSDP; they "
+        "are gathered for each use.",
     )
     weights_host_bytes: int | None = flag(
         None,
         MEMORY,
-        "Weights to keep in host memory; each layer is copied to the device for each use.",
+        "Weights to offload to host memory; they are copied to the device layer by layer in every "
+        "step.",
         "BYTES",
     )
     expert_redundancy: int = flag(
-        0, DEVICES, "Spare places in every layer, for copies of its most used experts."
+        0, DEVICES, "Number of redundant expert slots per layer, for copies of the busiest experts."
     )
     expert_rebalance_steps: int = flag(
-        3000, DEVICES, "Rebalance the experts every N steps (0: only on request)."
+        3000,
+        DEVICES,
+        "Number of steps between rebalancings of the experts over devices; 0: only on request.",
     )
     coordinator_address: str | None = flag(
         None,
         DEVICES,
-        "Where process 0 listens for the others; the port after it is used too.",
+        "Address on which process 0 listens for the other processes; the next port is used too.",
         "HOST:PORT",
     )
-    num_processes: int = flag(1, DEVICES, "Processes, one a host, whose devices serve together.")
+    num_processes: int = flag(
+        1, DEVICES, "Number of processes (one per host) that serve the model together."
+    )
     process_id: int = flag(
-        0, DEVICES, "Which of them this is: 0 serves, the others lend it their devices."
+        0,
+        DEVICES,
+        "Index of this process; process 0 serves requests, the others only run its steps.",
     )
     kv_cache_dtype: str = flag(
         "auto",
         MEMORY,
-        "Type of keys and values in the KV cache: auto, bfloat16, int8, fp8 or int4.",
+        "Data type of the KV cache: auto, bfloat16, int8, fp8 or int4.",
         default_text="auto: the model's dtype",
     )
     kv_cache_dtype_skip_layers: Sequence[str] = flag(
         (),
         MEMORY,
-        "Layers that keep them in the model's dtype nonetheless: numbers from 0 with "
-        "commas, and sliding_window for all that have a window. Without any, those do "
-        "whose key biases are very large.",
+        "Layers whose KV cache is not quantised: layer indices separated by commas, and "
+        "sliding_window for all layers with a window. By default, layers with very large key "
+        "biases.",
         "LAYERS",
         "none",
     )
     kv_cache_memory_bytes: int | None = flag(
-        None, MEMORY, "Memory for the KV cache, as in 2G.", "BYTES", "a part of what is free"
+        None, MEMORY, "Memory for the KV cache, as in 2G.", "BYTES", "a part of the free memory"
     )
     gpu_memory_utilization: float | None = flag(
         None,
         MEMORY,
-        "Share of the device's memory for weights, KV cache and all else; the KV cache gets what "
-        "the others leave.",
+        "Fraction of the device's memory to use for weights, activations and KV cache; the KV "
+        "cache gets what the others leave.",
         "SHARE",
-        f"{SHARE}; on a CPU the KV cache gets up to a quarter of what is free, at most "
+        f"{SHARE}; on a CPU the KV cache gets up to a quarter of the free memory, at most "
         f"{CPU_CACHE >> 30}G",
     )
     enable_prefix_caching: bool = flag(
-        True, PREFIXES, "Keep computed pages for prompts that begin alike."
+        True, PREFIXES, "Reuse cached KV pages for prompts with a common prefix."
     )
     kv_cache_host_bytes: int | None = flag(
         None,
         PREFIXES,
-        "Host memory for computed pages that the KV cache has no room for.",
+        "Host memory for prefix cache pages that are evicted from the device.",
         "BYTES",
         f"0, or {HOST >> 20}M with --kv-cache-disk",
     )
     kv_cache_disk: str | None = flag(
         None,
         PREFIXES,
-        "Folder for pages that the host memory has no room for; they survive a restart.",
+        "Folder for prefix cache pages that are evicted from host memory; they survive restarts.",
         "DIR",
     )
     kv_cache_disk_bytes: int | None = flag(
-        None, PREFIXES, "The most that this folder may hold.", "BYTES", f"{DISK >> 30}G"
+        None, PREFIXES, "Maximum size of the --kv-cache-disk folder.", "BYTES", f"{DISK >> 30}G"
     )
     max_num_seqs: int | None = flag(
         None,
         MEMORY,
-        "Most sequences in one step.",
+        "Maximum number of sequences per step.",
         "N",
         f"{STEPS['cpu'][0]}; on a GPU {STEPS['gpu'][0]}",
     )
     max_num_batched_tokens: int | None = flag(
         None,
         MEMORY,
-        "Most tokens in one step.",
+        "Maximum number of tokens per step.",
         "TOKENS",
         f"{STEPS['cpu'][1]}; on a GPU {STEPS['gpu'][1]}",
     )
     max_steps_per_launch: int = flag(
         8,
         MEMORY,
-        "On CPUs decode steps that are sent to the device at once while nobody waits "
-        "and they take 20 ms at most (100 ms for answers that are read when they have "
-        "ended); 1: each by itself.",
+        "Multi-step decoding on CPUs: maximum number of decode steps to fuse into one launch, if "
+        "no request waits and they take at most 20 ms (100 ms if no answer is streamed); 1 turns "
+        "it off.",
         "N",
     )
     speculative_config: dict[str, Any] | None = flag(
         None,
         SPECULATION,
-        'Draft tokens and verify several a step: \'{"method": "ngram", '
-        '"num_speculative_tokens": 4}\'.',
+        'Speculative decoding, as in \'{"method": "ngram", "num_speculative_tokens": 4}\' '
+        "(docs/speculation.md).",
         "JSON",
-        "one token a step",
+        "off",
     )
-    enable_lora: bool = flag(False, ADAPTERS, "Serve requests with LoRA adapters that they name.")
-    max_loras: int = flag(1, ADAPTERS, "Most different adapters in one step; the others wait.", "N")
+    enable_lora: bool = flag(
+        False, ADAPTERS, "Enable LoRA adapters, which requests select by name."
+    )
+    max_loras: int = flag(
+        1,
+        ADAPTERS,
+        "Maximum number of different adapters per step; requests with others wait.",
+        "N",
+    )
     max_lora_rank: int = flag(
-        16, ADAPTERS, "Highest rank of an adapter; memory is kept for 8, 16, 32 and so on.", "N"
+        16, ADAPTERS, "Maximum rank of an adapter; rounded up to 8, 16, 32 and so on.", "N"
     )
     max_cpu_loras: int | None = flag(
         None,
         ADAPTERS,
-        "Most adapters in host memory; further ones are read again from their folders.",
+        "Maximum number of adapters in host memory; others are read from their folders again.",
         "N",
         "--max-loras",
     )
     lora_target_modules: Sequence[str] = flag(
         (),
         ADAPTERS,
-        "Modules that take adapters, as the checkpoint names them, with commas; "
-        "experts for those of a mixture. Without any name all but experts and "
-        "routers do.",
+        "Modules that accept adapters, by their names in the checkpoint, separated by commas; "
+        "experts for MoE experts. By default, all but experts and routers.",
         "NAMES",
         "none",
     )
     max_queued_requests: int | None = no_flag(
-        None, "Most requests that wait; more are refused. None: as many as come."
+        None, "Maximum number of waiting requests; further ones are rejected. None: no limit."
     )
     pooling: Pooling | None = flag(
         None,
         MODEL,
-        "Make an embedding of the last hidden state, of the mean of all, or of the first (cls).",
+        "Pooling of hidden states for embeddings: last token, mean, or first token (cls).",
         "last|mean|cls",
         "the model's own, or last",
     )
     require_invariance: bool = flag(
         False,
         DEVICES,
-        "Refuse to start where a request's bits may depend on the rest of its batch.",
+        "Require batch invariance: refuse to start if results may depend on the rest of the batch.",
     )
     trace: str | None = flag(
         None,
         OUTPUT,
-        "Write a timeline of the steps, for ui.perfetto.dev or chrome://tracing.",
+        "Write a timeline of the engine's steps, for ui.perfetto.dev or chrome://tracing.",
         "FILE",
     )
     max_logprobs: int = flag(
         20,
         MEMORY,
-        "Most log-probabilities that a request may want of a position, 20 or more; -1: of the "
-        "whole vocabulary, for which every step then has memory.",
+        "Maximum number of log-probabilities per position that a request may ask for, at least 20; "
+        "-1: the whole vocabulary, for which every step then reserves memory.",
         "N",
     )
-    seed: int = no_flag(0, "Of sampling, for requests without a seed.")
+    seed: int = no_flag(0, "Sampling seed for requests without one.")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

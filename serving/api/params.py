@@ -247,23 +247,28 @@ def refuse(name: str, value: Any, reason: str) -> NoReturn:
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample the tokens of a request and when to stop; fields are checked at construction."""
+    """How to sample the tokens of a request and when to stop; fields are checked at
+    construction.
+    """
 
     n: int = declared(
-        1, whole(1, MAX_CHOICES), ("chat", "completions"), help="Answers to the prompt."
+        1,
+        whole(1, MAX_CHOICES),
+        ("chat", "completions"),
+        help="Number of sequences to generate for the prompt.",
     )
     presence_penalty: float = declared(
         0.0,
         PENALTY,
         padding=0.0,
-        help="Subtracted from the logit of every token already generated.",
+        help="Presence penalty, subtracted once from the logit of every generated token.",
         flag=True,
     )
     frequency_penalty: float = declared(
         0.0,
         PENALTY,
         padding=0.0,
-        help="Subtracted from it for every time that the token was generated.",
+        help="Frequency penalty, subtracted from a token's logit for every time it was generated.",
         flag=True,
     )
     # Beyond these bounds float32 logits overflow, so the result would be NaN rather than extreme.
@@ -271,35 +276,37 @@ class SamplingParams:
         1.0,
         real(0.01, 100, " (1 is off)"),
         padding=1.0,
-        help="Above 1: tokens already seen become less likely.",
+        help="Repetition penalty for tokens in the prompt or output; above 1 makes them less "
+        "likely.",
         flag=True,
     )
     temperature: float = declared(
         1.0,
         rule(checked_temperature, TEMPERATURE.schema),
         padding=0.0,
-        help="0 always takes the likeliest token.",
+        help="Sampling temperature; 0 is greedy decoding.",
         flag=True,
     )
     top_p: float = declared(
         1.0, real(0, 1, " (1 is off)", open_low=True), padding=1.0,
-        help="Sample from the likeliest tokens that together have this probability.", flag=True,
+        help="Nucleus sampling: sample from the likeliest tokens with this total probability.",
+        flag=True,
     )  # fmt: skip
     top_k: int = declared(  # -1 is stored as 0
         0,
         rule(checked_top_k, TOP_K.schema),
         padding=0,
-        help="Sample from this many of the likeliest tokens.",
+        help="Sample from this many of the likeliest tokens; 0 is off.",
         flag=True,
     )
     min_p: float = declared(
         0.0, real(0, 1, " (0 is off)"), padding=0.0,
-        help="Drop tokens less likely than this fraction of the likeliest.", flag=True,
+        help="Minimum probability of a token, as a fraction of the likeliest token's.", flag=True,
     )  # fmt: skip
     seed: int | None = declared(
         None,
         rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema),
-        help="The same seed gives the same tokens.",
+        help="Sampling seed; the same seed gives the same tokens.",
         flag=True,
     )
     # A string or several, stored as a tuple. The other lists are tuples too; None is stored as
@@ -308,73 +315,79 @@ class SamplingParams:
         (),
         TEXT_OR_TEXTS,
         OPENAI,
-        help="Stop before this text; may be given several times.",
+        help="Stop string, which ends the answer; may be given several times.",
         flag=True,
     )
     stop_token_ids: Sequence[int] = declared(
-        (), STOP_TOKENS, help="Tokens with which the answer ends."
+        (), STOP_TOKENS, help="Token ids that end the answer, besides EOS."
     )
-    ignore_eos: bool = declared(False, FLAG, help="Do not end at the model's own end of an answer.")
+    ignore_eos: bool = declared(False, FLAG, help="Continue generating after EOS tokens.")
     max_tokens: int | None = declared(
         16, whole(1), ("chat", "completions", "messages"), True,
-        help="Most tokens of an answer.", metavar="TOKENS", flag=True,
+        help="Maximum number of tokens to generate.", metavar="TOKENS", flag=True,
     )  # fmt: skip
     min_tokens: int = declared(
-        0, whole(0), help="So many tokens come before an end or a stop counts."
+        0, whole(0), help="Minimum number of tokens to generate before EOS or a stop string."
     )
     logprobs: int | None = declared(
         None,
         COUNT,
         ("completions",),
-        help="Give log-probabilities of each token and of so many of the likeliest. More than 20, "
-        "and -1 for the whole vocabulary, need the engine's `max_logprobs`.",
+        help="Return log-probabilities of each token and of this many of the likeliest tokens. "
+        "More than 20, and -1 for the whole vocabulary, need the engine's `max_logprobs`.",
     )
     prompt_logprobs: int | None = declared(
         None,
         PROMPT_COUNT,
         ("chat", "completions"),
-        help="The same for the prompt's tokens; True is 1.",
+        help="Return log-probabilities for the prompt's tokens, as with `logprobs`; True is 1.",
     )
     _: KW_ONLY  # the order above is vLLM's
     logprob_token_ids: Sequence[int] | None = declared(
         None,
         WANTED,
         ("chat", "completions"),
-        help="Give log-probabilities of each token and of these token ids, in place of the "
+        help="Return log-probabilities of each token and of these token ids, instead of the "
         "likeliest.",
     )
     flat_logprobs: bool = declared(
         False,
         FLAG,
         (),
-        help="Give both as `FlatLogprobs`: a few long lists instead of many objects.",
+        help="Return log-probabilities as `FlatLogprobs`: a few long lists instead of many "
+        "objects.",
     )
-    detokenize: bool = declared(True, FLAG, (), help="Write the answer's text.")
-    skip_special_tokens: bool = declared(True, FLAG, help="Leave special tokens out of the text.")
+    detokenize: bool = declared(True, FLAG, (), help="Decode the answer to text.")
+    skip_special_tokens: bool = declared(
+        True, FLAG, help="Leave special tokens out of the answer's text."
+    )
     include_stop_str_in_output: bool = declared(
-        False, FLAG, help="Let the text end with what stopped it."
+        False, FLAG, help="Include the stop string at the end of the answer's text."
     )
     output_kind: RequestOutputKind = declared(
         RequestOutputKind.CUMULATIVE, rule(checked_kind, {}), (),
-        help="What each result of a stream holds: a `RequestOutputKind`.",
+        help="Contents of each result of a stream: a `RequestOutputKind`.",
     )  # fmt: skip
     logit_bias: Mapping[int, float] | None = declared(
         None,
         rule(checked_biases, BIASES),
-        help="Added to the logits of these token ids, -100 to 100.",
+        help="Values added to the logits of these token ids, from -100 to 100.",
     )
     allowed_token_ids: Sequence[int] | None = declared(
-        None, rule(checked_allowed, many(TOKEN, MAX_ALLOWED, 1)), help="No other tokens are drawn."
+        None,
+        rule(checked_allowed, many(TOKEN, MAX_ALLOWED, 1)),
+        help="Token ids that may be generated; all if None.",
     )
-    bad_words: Sequence[str] = declared((), TEXTS, help="Texts that the answer does not have.")
+    bad_words: Sequence[str] = declared((), TEXTS, help="Texts that must not be generated.")
     # Stored as a dict.
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = declared(
         None, rule(lambda param, value: check_structure(value), {"type": "object"}),
-        help="The form of the answer: `StructuredOutputsParams`, or a dict with its fields.",
+        help="Structured output: `StructuredOutputsParams`, or a dict with its fields.",
     )  # fmt: skip
     best_of: int | None = declared(
         None, whole(1, MAX_CHOICES), ("completions",),
-        help="Write so many answers, and give the n likeliest of them, a token.",
+        help="Number of sequences to generate; returns the n with the highest mean "
+        "log-probability.",
     )  # fmt: skip
 
     def __post_init__(self):

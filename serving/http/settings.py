@@ -60,7 +60,7 @@ class ServerSettings:
 
     version: str = "0"  # reported by /version
     host: str = flag("127.0.0.1", LISTEN, "Address to listen on.")
-    port: int = flag(8000, LISTEN, "Port to listen on; 0 takes a free one.")
+    port: int = flag(8000, LISTEN, "Port to listen on; 0 picks a free one.")
     uds: str | None = flag(
         None, LISTEN, "Unix socket to listen on, instead of host and port.", "PATH"
     )
@@ -68,85 +68,98 @@ class ServerSettings:
     # Accepted Host headers; empty: the server's own names on loopback, else any.
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # other sites whose pages may send requests (CORS)
-    open_metrics: bool = flag(False, ACCESS, "Serve /metrics without a key.")
+    open_metrics: bool = flag(False, ACCESS, "Serve /metrics without an API key.")
     admin: bool = flag(  # the paths of `endpoints/admin.py` and `adapters.py`
         False,
         ACCESS,
-        "Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, "
+        "Enable the admin endpoints /sleep, /wake_up, /is_sleeping, /pause, /resume, "
+        "/reset_prefix_cache, "
         "/expert_loads, /rebalance_experts, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
     )
     lora_dir: str | None = flag(
         None,
         ACCESS,
-        "Folder below which adapters lie that /v1/load_lora_adapter may load.",
+        "Folder with the LoRA adapters that /v1/load_lora_adapter may load.",
         "DIR",
-        "none is loaded",
+        "dynamic loading is off",
     )
     state_dir: str | None = flag(
         None,
         STATE,
-        "Folder for stored responses, conversations, files and batches; they outlive the server "
-        "there.",
+        "Folder for stored responses, conversations, files and batches, which then survive a "
+        "restart.",
         "DIR",
-        "none: they are in memory",
+        "none: kept in memory",
     )
-    max_body_bytes: int = flag(16 << 20, LIMITS, "Largest body of a request.", "BYTES", "16M")
+    max_body_bytes: int = flag(
+        16 << 20, LIMITS, "Maximum size of a request's body.", "BYTES", "16M"
+    )
     # `n` times the number of prompts.
-    max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")
+    max_choices: int = flag(
+        MAX_CHOICES, LIMITS, "Maximum number of sequences per request: prompts times n.", "N"
+    )
     max_stored_responses: int = flag(
         1024,
         STATE,
-        "Most responses and conversations that are kept, for previous_response_id too; 0: none.",
+        "Maximum number of stored responses (for previous_response_id) and conversations; 0 turns "
+        "storing off.",
         "N",
     )
     max_stored_bytes: int = flag(
-        64 << 20, STATE, "Most bytes of them; the least recently used go.", "BYTES", "64M"
+        64 << 20,
+        STATE,
+        "Maximum size of stored responses and conversations; the least recently used are dropped.",
+        "BYTES",
+        "64M",
     )
     max_file_bytes: int = flag(
         256 << 20,
         STATE,
-        "Most bytes of /v1/files, of batches' requests and of their results.",
+        "Maximum total size of /v1/files, including the inputs and outputs of batches.",
         "BYTES",
         "256M",
     )
     max_batches: int = flag(
-        256, STATE, "Most batches that are kept, also of those that are over.", "N"
+        256, STATE, "Maximum number of stored batches, including finished ones.", "N"
     )
-    max_connections: int = flag(4096, LIMITS, "Most open connections.", "N")
+    max_connections: int = flag(4096, LIMITS, "Maximum number of open connections.", "N")
     receive_seconds: float = seconds(
-        30.0, "Time for a request's head to arrive, and again for its body."
+        30.0, "Timeout for receiving a request's headers, and for its body."
     )
-    idle_seconds: float = seconds(60.0, "Time after which an unused connection is closed.")
-    write_seconds: float = seconds(30.0, "Time for a client to read what it was sent.")
-    request_seconds: float | None = seconds(None, "Time for a whole request.")
-    stall_seconds: float = seconds(30.0, "Time after which a step counts as failed.")
-    shutdown_grace: float = seconds(30.0, "Time for running requests to end after SIGTERM.")
+    idle_seconds: float = seconds(60.0, "Timeout of idle keep-alive connections.")
+    write_seconds: float = seconds(30.0, "Timeout for a client to read sent data.")
+    request_seconds: float | None = seconds(None, "Timeout of a whole request.")
+    stall_seconds: float = seconds(30.0, "Time after which a running step counts as stalled.")
+    shutdown_grace: float = seconds(
+        30.0, "Time for running requests to finish after SIGTERM (graceful shutdown)."
+    )
     max_loaded: int | None = flag(
         None,
         LIMITS,
-        "Most models awake at once; the least recently used sleeps.",
+        "Maximum number of loaded models; the least recently used one is put to sleep.",
         "N",
-        "all of them",
+        "all models",
     )
     enable_prompt_tokens_details: bool = flag(
         False,
         ANSWERS,
-        "Say in the usage of /v1/embeddings, /score and /rerank too how many tokens were cached.",
+        "Report the number of cached tokens also in the usage of /v1/embeddings, /score and "
+        "/rerank.",
     )
     enable_force_include_usage: bool = flag(
         False,
         ANSWERS,
-        "Say in every chunk of a stream what was used so far, also where it was not asked for.",
+        "Report the usage so far in every chunk of a stream, even without stream_options.",
     )
     enable_per_request_metrics: bool = flag(
         False,
         ANSWERS,
-        "Say beside the usage of a chat or completion how long it waited, read and wrote.",
+        "Report the queue, prefill and decode times of a chat or completion beside its usage.",
     )
     enable_tokenizer_info_endpoint: bool = flag(
         False,
         ANSWERS,
-        "Serve /tokenizer_info: what tokenizer_config.json says, and the chat template.",
+        "Enable /tokenizer_info, which returns tokenizer_config.json and the chat template.",
     )
     formats: Formats = Formats()
     otlp_traces_endpoint: str | None = None

@@ -11,7 +11,7 @@ import pytest
 
 from quire import LLM, LoRARequest, ModelError, SamplingParams
 from quire.scripts import options as o
-from quire.scripts.serve.command import adapters_of, entry
+from quire.scripts.serve.command import make_model, parse_adapters
 from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.tests.support import peft, tiny, tokenizer_zoo
@@ -242,7 +242,7 @@ def test_loading_adapters_needs_lora_dir(engine, folders):
 
 
 def test_lora_modules_option(folders):
-    assert adapters_of(["a=/x", "b=y=z"], [("m",)], True) == {"a": "/x", "b": "y=z"}
+    assert parse_adapters(["a=/x", "b=y=z"], [("m",)], True) == {"a": "/x", "b": "y=z"}
     for flags, model_names, is_enabled, message_pattern in (
         (["a"], [("m",)], True, "it must be NAME=PATH"),
         (["a=x", "a=y"], [("m",)], True, "names 'a'"),
@@ -251,7 +251,7 @@ def test_lora_modules_option(folders):
         (["a=x"], [("m",), ("n",)], True, "needs a single MODEL"),
     ):
         with pytest.raises(o.UsageError, match=message_pattern):
-            adapters_of(flags, model_names, is_enabled)
-    model = entry(str(folders / "base"), ("base",), OPTIONS, {"a": str(folders / "nowhere")})
+            parse_adapters(flags, model_names, is_enabled)
+    model = make_model(str(folders / "base"), ("base",), OPTIONS, {"a": str(folders / "nowhere")})
     with pytest.raises(ModelError, match="no adapter that can be read"):
         model.make()

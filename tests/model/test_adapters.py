@@ -216,7 +216,7 @@ def test_adapter_follows_the_weight_layout_of_every_family(variant, tmp_path):
             up_OR = rng.standard_normal((outputs, rank))
             in_I, out_O = element_matrix.permutations(target.into)
             leaf = np.zeros((*target.into, *target.out))
-            leaf[element_matrix.source.at] = element_matrix.source.turn(up_OR @ down_RI)
+            leaf[element_matrix.source.at] = element_matrix.source.transform(up_OR @ down_RI)
             product = np.zeros((math.prod(target.into), math.prod(target.out)))
             product[:, element_matrix.first : element_matrix.last] = (
                 down_RI.T[in_I] @ up_OR.T[:, out_O]

@@ -358,7 +358,7 @@ def test_interleaved_rotary_pairs_give_the_same_scores():
     for tensor_source in (*sources.qkv_DGH.parts, *sources.qkv_bias_GH.parts):
         tensor = stored[tensor_source.name] = rng.standard_normal(tensor_source.shape)
         leaf = np.zeros((D, 4, H) if "weight" in tensor_source.name else (4, H))
-        leaf[tensor_source.at] = tensor_source.turn(tensor)
+        leaf[tensor_source.at] = tensor_source.transform(tensor)
         loaded_TGH += (
             np.einsum("TD,DGH->TGH", x_TD, leaf) if "weight" in tensor_source.name else leaf
         )

@@ -59,9 +59,9 @@ def test_sources_fill_every_leaf_once(variant):
             for tensor in tensors:
                 if tensor.name.endswith("_blocks"):
                     marker = 0x11  # two codes per byte, which loading unpacks
-                filled[tensor.at] += tensor.turn(np.full(tensor.shape, marker, np.uint8)).astype(
-                    np.int8
-                )
+                filled[tensor.at] += tensor.transform(
+                    np.full(tensor.shape, marker, np.uint8)
+                ).astype(np.int8)
             assert (filled == marker).all()
         names.extend(
             tensor.name for tensor in source.parts if not tensor.name.endswith(".kv_b_proj.weight")

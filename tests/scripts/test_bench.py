@@ -1237,10 +1237,10 @@ def test_step_trace_is_attributed_to_scopes_by_hand():
         ["%copy.1 = s32[] copy(%x)", PROGRAM],
     )
     assert traced_steps.steps == 2 and traced_steps.program == pytest.approx(0.009)
-    assert [(scope_time.scope, scope_time.kind, scope_time.launches) for scope_time in traced_steps.parts] == [
+    assert [(scope_time.scope, scope_time.kind, scope_time.launches) for scope_time in traced_steps.groups] == [
         ("mlp", "products", 2), ("step", "XLA's operations", 1), ("logits", "products", 1)
     ]  # fmt: skip
-    assert [scope_time.seconds for scope_time in traced_steps.parts] == pytest.approx(
+    assert [scope_time.seconds for scope_time in traced_steps.groups] == pytest.approx(
         [0.003, 0.0005, 0.003]
     )
     assert step.idle_seconds(0.010, traced_steps) == pytest.approx(

@@ -566,7 +566,9 @@ def test_chat_in_a_pseudo_terminal(tmp_path):
         os.close(leader)
     output = heard.decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).replace("\r", "")
-    assert "\nquill\nIt is a very small model" in text and "\n/reset forgets" in text
+    assert (
+        "\nquill\nIt is a very small model" in text and "\n/reset starts a new conversation" in text
+    )
     assert "It cannot hold a conversation: /reset" in text
     assert re.search(
         r"31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", text

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import quire
 from quire.__main__ import app
 from quire.scripts.options import UsageError
-from quire.scripts.serve.command import called, read_keys
+from quire.scripts.serve.command import names_by_model, read_keys
 from quire.tests.support.served import model_of, scripted, served
 
 FOLDER = Path(quire.__file__).parent / "model"
@@ -277,12 +277,12 @@ def test_config_files_may_have_vllm_options(tmp_path):
 
 
 def test_served_model_names_and_api_keys(monkeypatch, tmp_path):
-    assert called([], []) == [("quill",)]
-    assert called(["org/model"], []) == [("org/model", "model")]
-    assert called(["x"], ["a", "b"]) == [("a", "b")]
-    assert called(["x", "y"], ["a", "b"]) == [("a",), ("b",)]
+    assert names_by_model([], []) == [("quill",)]
+    assert names_by_model(["org/model"], []) == [("org/model", "model")]
+    assert names_by_model(["x"], ["a", "b"]) == [("a", "b")]
+    assert names_by_model(["x", "y"], ["a", "b"]) == [("a",), ("b",)]
     with pytest.raises(UsageError, match="same name"):
-        called(["x/m", "y/m"], [])
+        names_by_model(["x/m", "y/m"], [])
     monkeypatch.setenv("QUIRE_API_KEY", "b, c,")
     assert read_keys(["a"], None) == ("a", "b", "c")
     (tmp_path / "empty").write_text("\n")

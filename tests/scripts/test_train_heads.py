@@ -18,11 +18,18 @@ from quire.model.config import ModelError
 from quire.model.mixers import LayerHooks
 from quire.ops.attention.backend import AttentionParams
 from quire.scripts.train_heads import answers as answer_files
-from quire.scripts.train_heads.answers import Rows, batches, none_yet, pack, parts, read_prompts
+from quire.scripts.train_heads.answers import (
+    Rows,
+    batches,
+    none_yet,
+    pack,
+    read_prompts,
+    split_rows,
+)
 from quire.scripts.train_heads.attention import attention
 from quire.scripts.train_heads.beginning import first_weights, new_heads
 from quire.scripts.train_heads.lesson import judge, loss_of, passes
-from quire.scripts.train_heads.session import Session, halves, with_dense_head
+from quire.scripts.train_heads.session import Session, split_held_out, with_dense_head
 from quire.scripts.train_heads.settings import Settings
 from quire.sharding.spec import random_arrays
 from quire.tests.support import tiny, uncached
@@ -177,8 +184,8 @@ def test_judge_counts_accepted_greedy_drafts(target, random_answers, kind):
     judgements = jax.jit(lambda rows: judge(heads, head_weights, target[1], target[0], rows, 3))(
         rows
     )
-    assert [int(judged.asked) for judged in judgements] == num_drafted.tolist()
-    assert [int(judged.right) for judged in judgements] == num_accepted.tolist()
+    assert [int(judged.num_drafted) for judged in judgements] == num_drafted.tolist()
+    assert [int(judged.num_accepted) for judged in judgements] == num_accepted.tolist()
     assert num_accepted[1] > 0
 
 
@@ -226,8 +233,8 @@ def test_loss_is_the_cross_entropy_with_the_target_distribution(
     np.testing.assert_allclose(
         [float(judged.loss) for judged in chunked_judgements], expected, rtol=1e-4
     )
-    assert [int(judged.right) for judged in chunked_judgements] == [
-        int(judged.right) for judged in judgements
+    assert [int(judged.num_accepted) for judged in chunked_judgements] == [
+        int(judged.num_accepted) for judged in judgements
     ]
 
 
@@ -284,15 +291,15 @@ def test_batches_resume_at_a_given_step(random_answers):
 
     uninterrupted = token_batches(0, 9)
     assert [token_batches(first, 1)[0] for first in range(9)] == uninterrupted
-    epoch = len(list(parts(pack(random_answers, range(len(random_answers)), LENGTH), 2)))
+    epoch = len(list(split_rows(pack(random_answers, range(len(random_answers)), LENGTH), 2)))
     assert uninterrupted[:epoch] != uninterrupted[epoch : 2 * epoch]  # another order
 
 
 def test_training_and_held_out_documents_are_disjoint():
-    training, held_out = halves(100, 0.1)
+    training, held_out = split_held_out(100, 0.1)
     assert sorted(training + held_out) == list(range(100)) and len(held_out) == 10
     with pytest.raises(ModelError, match="two are the least"):
-        halves(1, 0.1)
+        split_held_out(1, 0.1)
 
 
 def test_initial_medusa_heads_predict_the_models_next_token(target, random_answers):

@@ -277,7 +277,7 @@ def test_bundled_draft_heads_predict_quills_answers(llm, kind, min_acceptance):
     weights = load_weights(ROOT / "model" / "quill", config)
     rows = pack(documents, range(len(documents)), 256)
     judgements = jax.jit(lambda rows: judge(heads, head_weights, weights, config, rows, 4))(rows)
-    shares = [int(judged.right) / int(judged.asked) for judged in judgements]
+    shares = [int(judged.num_accepted) / int(judged.num_drafted) for judged in judgements]
     assert (
         shares[0] >= min_acceptance and shares == sorted(shares, reverse=True) and shares[3] > 0.1
     ), shares
@@ -329,7 +329,7 @@ def test_quality_table_has_every_quantization(tmp_path, monkeypatch):
 
 
 def test_prompts_tool_writes_calibration_documents(tmp_path):
-    prompts.main(tmp_path / "a.jsonl", count=20, seed=0, whole=True, task=None)
+    prompts.main(tmp_path / "a.jsonl", count=20, seed=0, write_documents=True, task=None)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert len(set(texts)) == 20
     assert all(text.endswith(tasks.END) and tasks.BOS not in text for text in texts)

@@ -1,1 +1,1 @@
-"""The documentation as a site: pages of `docs/`, and references that are made of the code."""
+"""Builds the documentation site: pages from `docs/`, and references generated from the code."""

@@ -1,4 +1,4 @@
-"""The reference of the command line: what `--help` says, as a page for each command."""
+"""The command-line reference: a page for each command, generated from its `--help`."""
 
 from typing import Any
 
@@ -11,26 +11,37 @@ from .tables import cell, table
 
 
 def command_pages() -> dict[str, str]:
-    """By command, in the order of the command table."""
+    """The Markdown page of each command by its name, in the order of `COMMANDS`."""
     group = typer.main.get_command(app)
-    return {
-        name: f"# quire {name}\n\n{described(group.get_command(None, name), f'quire {name}', 2)}"
-        for name in COMMANDS
-    }
+    page_by_command = {}
+    for name in COMMANDS:
+        description = describe_command(group.get_command(None, name), f"quire {name}", 2)
+        page_by_command[name] = f"# quire {name}\n\n{description}"
+    return page_by_command
 
 
-def described(command: Any, name: str, level: int) -> str:
-    """A command's usage, help and options; one of several is followed by these."""
+def describe_command(command: Any, name: str, level: int) -> str:
+    """A command's usage, help and options in Markdown, followed by its subcommands.
+
+    `level` is the heading level of the subcommands.
+    """
     context = command.make_context(name, [], resilient_parsing=True)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
-    parts = [f"```\n{usage}\n```", *(paragraph for paragraph in (command.help or "").split("\n\n"))]
+    paragraphs = [
+        f"```\n{usage}\n```",
+        *(paragraph for paragraph in (command.help or "").split("\n\n")),
+    ]
     for panel, rows in panels_of(command, context).items():
         if panel != "Commands":
-            rows = [(f"`{names}`", cell(about)) for names, about in rows if names != "-h, --help"]
-            parts += [f"**{panel}**", table(("", ""), rows)] if rows else []
+            rows = [
+                (f"`{names}`", cell(description))
+                for names, description in rows
+                if names != "-h, --help"
+            ]
+            paragraphs += [f"**{panel}**", table(("", ""), rows)] if rows else []
     for inner in getattr(command, "commands", ()):
-        parts += [
+        paragraphs += [
             f"{'#' * level} {name} {inner}",
-            described(command.get_command(context, inner), f"{name} {inner}", level + 1),
+            describe_command(command.get_command(context, inner), f"{name} {inner}", level + 1),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"

@@ -1,5 +1,5 @@
-"""The pages of the site, as Markdown: those of `docs/`, the references, and what these link to
-beside.
+"""The pages of the site in Markdown: `docs/`, the references, and other files that these link
+to.
 """
 
 import posixpath
@@ -21,53 +21,55 @@ INDEX = "docs/index.md"
 
 
 class Section(NamedTuple):
-    """Pages under one heading of the index: (name, path in the site)."""
+    """The pages under one heading of the index, each as (title, path in the site)."""
 
     name: str
     pages: list[tuple[str, str]]
 
 
-def on_site(path: str) -> str:
-    """Where a file of the repository is in the site; what is no Markdown and no picture is shown by
-    a page.
+def site_path(path: str) -> str:
+    """The path in the site of a file of the repository. Source files become Markdown pages that
+    show them.
     """
     inside = path.removeprefix("docs/")
     return inside if path.startswith("docs/") or inside.endswith(".md") else f"files/{inside}.md"
 
 
-def prose(text: str, change: Callable[[str], str]) -> str:
-    """A page with what is outside of its fences changed."""
-    parts = []
+def map_prose(text: str, change: Callable[[str], str]) -> str:
+    """Apply `change` to the text outside of fenced code blocks."""
+    pieces = []
     end = 0
     for fence in FENCED.finditer(text):
-        parts += [change(text[end : fence.start()]), fence[0]]
+        pieces += [change(text[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*parts, change(text[end:])])
+    return "".join([*pieces, change(text[end:])])
 
 
 def links(text: str) -> list[str]:
-    """The targets in a page that are no addresses."""
-    found: list[str] = []
-    prose(text, lambda part: found.extend(match[2] for match in LINK.finditer(part)) or "")
-    return [target for target in found if not ELSEWHERE.match(target)]
+    """The link targets in a page, without external URLs."""
+    targets: list[str] = []
+    map_prose(text, lambda body: targets.extend(match[2] for match in LINK.finditer(body)) or "")
+    return [target for target in targets if not ELSEWHERE.match(target)]
 
 
 def anchors(text: str) -> set[str]:
-    """The names of a page's headings, as GitHub makes them."""
-    found: list[str] = []
-    prose(text, lambda part: found.extend(re.findall(r"^#+ (.*?)#* *$", part, re.MULTILINE)) or "")
-    return {slug(heading) for heading in found}
+    """The anchors of a page's headings, as GitHub generates them."""
+    headings: list[str] = []
+    map_prose(
+        text, lambda body: headings.extend(re.findall(r"^#+ (.*?)#* *$", body, re.MULTILINE)) or ""
+    )
+    return {slug(heading) for heading in headings}
 
 
 def slug(heading: str) -> str:
-    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading)
-    return re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFC", shown).strip().lower()).replace(
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFC", text).strip().lower()).replace(
         " ", "-"
     )
 
 
 def target_of(source: str, target: str) -> tuple[str, str]:
-    """(path in the repository, anchor) of a link that stands in a file."""
+    """Resolve a link `target` in the file `source` to (path in the repository, anchor)."""
     path, _, anchor = target.partition("#")
     return (
         posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
@@ -75,55 +77,61 @@ def target_of(source: str, target: str) -> tuple[str, str]:
 
 
 def moved(source: str, text: str) -> str:
-    """A file's text with its links as they are in the site."""
-    here = posixpath.dirname(on_site(source))
+    """Rewrite a file's links to paths in the site."""
+    source_folder = posixpath.dirname(site_path(source))
 
     def follow(match: re.Match) -> str:
         if ELSEWHERE.match(match[2]) or match[2].startswith("#"):
             return match[0]
         path, anchor = target_of(source, match[2])
-        there = posixpath.relpath(on_site(path), here or ".")
-        return f"{match[1]}{there}{'#' if anchor else ''}{anchor}{match[3]}"
+        target_path = posixpath.relpath(site_path(path), source_folder or ".")
+        return f"{match[1]}{target_path}{'#' if anchor else ''}{anchor}{match[3]}"
 
-    return prose(text, lambda part: LINK.sub(follow, part))
+    return map_prose(text, lambda body: LINK.sub(follow, body))
 
 
-def shown(path: str, text: str) -> str:
-    """A page that shows a file."""
+def source_page(path: str, text: str) -> str:
+    """A Markdown page that shows a source file."""
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"# {Path(path).name}\n\n`{path}` in the repository:\n\n~~~~{language}\n{text}~~~~\n"
 
 
-def reached(root: Path) -> Iterator[str]:
-    """The files of the documentation, and those that it links to."""
-    left = [
+def linked_files(root: Path) -> Iterator[str]:
+    """Yield the files of `docs/` and all files that they link to, directly or indirectly."""
+    pending = [
         path.relative_to(root).as_posix()
         for path in sorted((root / "docs").iterdir())
         if path.is_file()
     ]
-    seen = set(left)
-    while left:
-        path = left.pop(0)
+    visited = set(pending)
+    while pending:
+        path = pending.pop(0)
         yield path
         if path.endswith(".md"):
-            found = dict.fromkeys(
+            linked_paths = dict.fromkeys(
                 target_of(path, target)[0] for target in links((root / path).read_text())
             )
-            new = [each for each in found if each not in seen and (root / each).is_file()]
-            left += new
-            seen.update(new)
+            new = [
+                path_in_repository
+                for path_in_repository in linked_paths
+                if path_in_repository not in visited and (root / path_in_repository).is_file()
+            ]
+            pending += new
+            visited.update(new)
 
 
 def all_pages(root: Path) -> dict[str, str | bytes]:
-    """Every file of the site by its path."""
-    found: dict[str, str | bytes] = {}
-    for path in reached(root):
+    """The content of every file of the site by its path."""
+    content_by_path: dict[str, str | bytes] = {}
+    for path in linked_files(root):
         if path.startswith("docs/") and not path.endswith(".md"):
-            found[on_site(path)] = (root / path).read_bytes()
+            content_by_path[site_path(path)] = (root / path).read_bytes()
         else:
             text = (root / path).read_text()
-            found[on_site(path)] = moved(path, text) if path.endswith(".md") else shown(path, text)
-    return found | references()
+            content_by_path[site_path(path)] = (
+                moved(path, text) if path.endswith(".md") else source_page(path, text)
+            )
+    return content_by_path | references()
 
 
 def references() -> dict[str, str]:
@@ -133,28 +141,28 @@ def references() -> dict[str, str]:
 
 
 def sections(root: Path) -> list[Section]:
-    """The order of the site: that of the index, and then the references."""
+    """The navigation of the site: the sections of the index, then the references."""
     text = (root / INDEX).read_text()
-    parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
-    found = [
+    text_by_heading = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
+    index_sections = [
         Section(
             name,
             [
-                (title, on_site(target_of(INDEX, target)[0]))
-                for title, target in LISTED.findall(part)
+                (title, site_path(target_of(INDEX, target)[0]))
+                for title, target in LISTED.findall(section_text)
             ],
         )
-        for name, part in zip(parts[1::2], parts[2::2], strict=True)
+        for name, section_text in zip(text_by_heading[1::2], text_by_heading[2::2], strict=True)
     ]
     commands = [(f"quire {name}", f"reference/{name}.md") for name in command_pages()]
     return [
-        *(each for each in found if each.pages),
+        *(section for section in index_sections if section.pages),
         Section("Reference", [("Python", "reference/python.md"), *commands]),
     ]
 
 
 def write(root: Path, folder: Path) -> Mapping[str, str | bytes]:
-    """All pages as files of a folder."""
+    """Write all pages to a folder."""
     pages = all_pages(root)
     for path, content in pages.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

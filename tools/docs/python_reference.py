@@ -1,5 +1,5 @@
-"""The Python reference: signatures and docstrings of what `quire` exports, and of what that
-returns.
+"""The Python reference: signatures and docstrings of the exports of `quire`, and of the classes
+that they return.
 """
 
 import ast
@@ -20,15 +20,15 @@ from quire.serving.llm import Arguments
 from .tables import cell, code, table
 
 ENGINES = ["LLM", "AsyncLLM", "follow"]
-RETURNED = {  # not exported, since nobody makes one
-    name: made
+RETURNED = {  # classes of results, which are not exported because users do not construct them
+    name: exported_class
     for module in (outputs, search)
-    for name, made in vars(module).items()
-    if is_dataclass(made)
-    and made.__module__ == module.__name__
+    for name, exported_class in vars(module).items()
+    if is_dataclass(exported_class)
+    and exported_class.__module__ == module.__name__
     and name not in ("CompletionDelta", "SearchParams")
 }
-# What the engine's own code calls.
+# Methods for internal use, left out of the reference.
 INTERNAL = {"turn", "run", "step", "add", "ask", "call", "chat_prompt", "or_default"}
 INTERNAL_OF = {"LLM": INTERNAL | {"abort"}, "AsyncLLM": INTERNAL}
 PREFIXES = re.compile(r"\b(?:quire|collections|typing|pathlib)\.(?:[a-z_]+\.)*(?=[A-Z])")
@@ -37,8 +37,8 @@ COMMENTED = re.compile(r"^    (\w+)(?::| =).*?  # (.+)$", re.MULTILINE)
 WIDTH = 100
 
 
-def kind_of(name: str) -> str:
-    """The heading that a name stands under."""
+def heading_for(name: str) -> str:
+    """The heading under which a name is listed."""
     if name in ENGINES:
         return "Engines"
     if name.endswith(("Params", "Prompt", "Kind")):
@@ -50,7 +50,9 @@ def python_page() -> str:
     exported = {
         name: getattr(import_module(module, "quire"), name) for name, module in EXPORTS.items()
     }
-    names = exported | {name: made for name, made in RETURNED.items() if name not in exported}
+    names = exported | {
+        name: returned_class for name, returned_class in RETURNED.items() if name not in exported
+    }
     groups: dict[str, list[str]] = {
         "Engines": [],
         "What a request asks for": [],
@@ -58,8 +60,8 @@ def python_page() -> str:
         "Errors": [],
     }
     for name in [*ENGINES, *sorted(names.keys() - set(ENGINES))]:
-        groups[kind_of(name)].append(name)
-    parts = [
+        groups[heading_for(name)].append(name)
+    paragraphs = [
         "# Python",
         (
             "`from quire import ...` has all of these but those marked *returned*. A `Prompt` is a "
@@ -68,64 +70,75 @@ def python_page() -> str:
         ),
     ]
     for group, members in groups.items():
-        parts.append(f"## {group}")
+        paragraphs.append(f"## {group}")
         for name in members:
-            parts.append(f"### {name}" + ("" if name in exported else "\n\n*returned*"))
-            parts += described(name, names[name])
-    return "\n\n".join(parts) + "\n"
+            paragraphs.append(f"### {name}" + ("" if name in exported else "\n\n*returned*"))
+            paragraphs += describe_export(name, names[name])
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def described(name: str, made: Any) -> Iterator[str]:
-    if inspect.isfunction(made):
-        yield from function(name, made)
+def describe_export(name: str, member: Any) -> Iterator[str]:
+    if inspect.isfunction(member):
+        yield from describe_function(name, member)
         return
-    said, entries = docstring(made)
-    yield said
-    if rows := list(members(made, entries)):
+    description, entries = parse_docstring(member)
+    yield description
+    if rows := list(member_rows(member, entries)):
         yield table(("", "type", "default", ""), rows)
     if name == "LLM":
         rows = [
-            (code(each.name), code(kind(each.type)), code(default(each)), cell(about(each)))
-            for each in fields(Arguments)
+            (
+                code(argument.name),
+                code(type_text(argument.type)),
+                code(default_text(argument)),
+                cell(field_help(argument)),
+            )
+            for argument in fields(Arguments)
         ]
         yield table(("argument", "type", "default", ""), rows)
     if name == "AsyncLLM":
         yield "Its arguments are those of [LLM](#llm)."
-    for inner, method in vars(made).items():
-        own = (
+    for inner, method in vars(member).items():
+        is_public_method = (
             inspect.isfunction(method)
             and inner == method.__name__
             and inner not in INTERNAL_OF.get(name, ())
         )
-        if own and not inner.startswith("_") and inspect.getdoc(method):
+        if is_public_method and not inner.startswith("_") and inspect.getdoc(method):
             yield f"#### {name}.{inner}"
-            yield from function(f"{name}.{inner}", method)
+            yield from describe_function(f"{name}.{inner}", method)
 
 
-def function(name: str, made: Any) -> Iterator[str]:
-    """A signature as it is written, and what is said of it."""
-    node = ast.parse(textwrap.dedent(inspect.getsource(made))).body[0]
+def describe_function(name: str, callable_object: Any) -> Iterator[str]:
+    """Yield the signature as in the source, the docstring, and a table of its entries."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(callable_object))).body[0]
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    node.args.args = [each for each in node.args.args if each.arg != "self"]
+    node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
     arguments = ast.unparse(node.args).replace("Seq[", "Sequence[").replace("=", " = ")
     result = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
     start = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
     line = f"{start}{name}({arguments}){result}"
     if len(line) > WIDTH:
-        parts = re.split(r", (?=\*|\w+:)", arguments)
-        line = f"{start}{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+        parameters = re.split(r", (?=\*|\w+:)", arguments)
+        line = (
+            f"{start}{name}(\n"
+            + "".join(f"    {parameter},\n" for parameter in parameters)
+            + f"){result}"
+        )
     yield f"```python\n{line}\n```"
-    said, entries = docstring(made)
-    yield said
+    description, entries = parse_docstring(callable_object)
+    yield description
     if entries:
-        yield table(("", ""), [(code(each), cell(text)) for each, text in entries.items()])
+        yield table(("", ""), [(code(argument), cell(text)) for argument, text in entries.items()])
 
 
-def docstring(made: Any) -> tuple[str, dict[str, str]]:
-    """What is said, and what is said of each name."""
+def parse_docstring(documented: Any) -> tuple[str, dict[str, str]]:
+    """Split a docstring into (text, descriptions by name from lines such as `name:
+    description`).
+    """
     lines = []
     entries = {}
-    for line in (inspect.getdoc(made) or "").splitlines():
+    for line in (inspect.getdoc(documented) or "").splitlines():
         if match := ENTRY.match(line):
             entries[match[1]] = match[2]
         else:
@@ -133,45 +146,57 @@ def docstring(made: Any) -> tuple[str, dict[str, str]]:
     return "\n".join(lines).strip(), entries
 
 
-def members(made: Any, entries: dict[str, str]) -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, default, what it is) of fields, properties and values."""
-    comments = dict(COMMENTED.findall(inspect.getsource(made)))
-    if is_dataclass(made):
-        for each in fields(made):
-            said = entries.get(each.name) or about(each) or comments.get(each.name, "")
-            yield code(each.name), code(kind(each.type)), code(default(each)), cell(said)
-    elif isinstance(made, enum.EnumMeta):
-        for value in made:
+def member_rows(owner: Any, entries: dict[str, str]) -> Iterator[tuple[str, str, str, str]]:
+    """(name, type, default, description) of fields, enum values and properties."""
+    comments = dict(COMMENTED.findall(inspect.getsource(owner)))
+    if is_dataclass(owner):
+        for entry in fields(owner):
+            description = (
+                entries.get(entry.name) or field_help(entry) or comments.get(entry.name, "")
+            )
+            yield (
+                code(entry.name),
+                code(type_text(entry.type)),
+                code(default_text(entry)),
+                cell(description),
+            )
+    elif isinstance(owner, enum.EnumMeta):
+        for value in owner:
             yield code(value.name), "", "", cell(comments.get(value.name, ""))
-    elif issubclass(made, dict):
-        for each, type_ in made.__annotations__.items():
-            yield code(each), code(kind(type_)), "", cell(comments.get(each, ""))
-    for each, value in vars(made).items():
+    elif issubclass(owner, dict):
+        for entry, type_ in owner.__annotations__.items():
+            yield code(entry), code(type_text(type_)), "", cell(comments.get(entry, ""))
+    for entry, value in vars(owner).items():
         if isinstance(value, property):
             returns = value.fget.__annotations__.get("return", "") if value.fget else ""
-            yield code(each), code(kind(returns) if returns else ""), "", cell(docstring(value)[0])
+            yield (
+                code(entry),
+                code(type_text(returns) if returns else ""),
+                "",
+                cell(parse_docstring(value)[0]),
+            )
 
 
-def kind(type_: Any) -> str:
+def type_text(type_: Any) -> str:
     return PREFIXES.sub("", type_ if isinstance(type_, str) else inspect.formatannotation(type_))
 
 
-def default(each: Any) -> str:
-    if each.default is not MISSING:
+def default_text(class_field: Any) -> str:
+    if class_field.default is not MISSING:
         return (
-            PREFIXES.sub("", repr(each.default))
-            if len(repr(each.default)) < 40
-            else f"{type(each.default).__name__}(...)"
+            PREFIXES.sub("", repr(class_field.default))
+            if len(repr(class_field.default)) < 40
+            else f"{type(class_field.default).__name__}(...)"
         )
     return (
         ""
-        if each.default_factory is MISSING
-        else f"{getattr(each.default_factory, '__name__', '')}()"
+        if class_field.default_factory is MISSING
+        else f"{getattr(class_field.default_factory, '__name__', '')}()"
     )
 
 
-def about(each: Any) -> str:
-    """What a field's declaration says of it."""
-    said = each.metadata.get("help") or ""
-    text = each.metadata.get("default_text")
-    return f"{said} Not given: {text}." if text else said
+def field_help(class_field: Any) -> str:
+    """The help text in a field's metadata, with its default."""
+    help_text = class_field.metadata.get("help") or ""
+    text = class_field.metadata.get("default_text")
+    return f"{help_text} Not given: {text}." if text else help_text

@@ -1,19 +1,20 @@
-"""Tables in Markdown."""
+"""Markdown tables."""
 
 from collections.abc import Iterable, Sequence
 
 
 def cell(text: str) -> str:
-    """Plain text for a cell, in which no sign has a meaning but backquotes."""
-    parts = text.replace("|", "&#124;").split("`")
-    parts[::2] = [
-        part.replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_") for part in parts[::2]
+    """Escape text for a table cell; only backquotes keep their meaning."""
+    segments = text.replace("|", "&#124;").split("`")
+    segments[::2] = [
+        segment.replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")
+        for segment in segments[::2]
     ]
-    return " ".join("`".join(parts).split())
+    return " ".join("`".join(segments).split())
 
 
 def code(text: str) -> str:
-    """Code for a cell, which may have the sign that divides cells."""
+    """Format code for a table cell; the code may contain `|`, which separates cells."""
     if "|" not in text:
         return f"`{text}`" if text else ""
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")

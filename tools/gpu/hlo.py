@@ -1,4 +1,4 @@
-"""Reads a compiled program's text: the bytes that it moves, and what it copies of weights and
+"""Analyses a compiled program's HLO text: the bytes that it moves, and its copies of weights and
 pages.
 """
 
@@ -37,34 +37,34 @@ FREE = {
 PartOf = Callable[[str, bool], float]
 TurnsOf = Callable[[set[str], bool], float]
 PRODUCTS = {"dot", "convolution", "custom-call"}
-PARTS = {"dynamic-slice", "slice", "gather"}  # read no more than they return
-LARGE = 1 << 18  # elements: fewer are no copy of a weight
+PARTS = {"dynamic-slice", "slice", "gather"}  # operations that read only what they return
+LARGE = 1 << 18  # elements; smaller arrays do not count as copies of weights
 
 
 @dataclass(frozen=True)
 class Instruction:
     name: str
     kind: str
-    arrays: tuple[tuple[str, int], ...]  # (type, elements) of what it returns
+    arrays: tuple[tuple[str, int], ...]  # (element type, number of elements) of each result
     operands: tuple[str, ...]
-    called: tuple[str, ...]
-    number: int  # of a parameter, or of a tuple's element; -1 where it is neither
-    turns: int | None  # of a loop, where the compiler knows
-    label: str  # of a parameter of the program: the argument's name
-    aliased: Mapping[int, int]  # outputs of a kernel that are operands, written in place
+    called: tuple[str, ...]  # names of called computations
+    number: int  # index of a parameter or of a tuple's element; else -1
+    turns: int | None  # iterations of a loop, if the compiler knows them
+    label: str  # for a parameter of the program, the name of the argument
+    aliased: Mapping[int, int]  # output -> operand that a kernel updates in place
     is_root: bool
 
     @property
     def bytes(self) -> float:
-        return sum(elements * bits(kind) / 8 for kind, elements in self.arrays)
+        return sum(elements * element_bits(kind) / 8 for kind, elements in self.arrays)
 
     @property
     def made(self) -> float:
-        """Bytes of what is not written in place: of that only rows are, of which another operand
-        has the numbers.
-        """
+        """Bytes of the results that are not updates in place (which write only some rows)."""
         return sum(
-            e * bits(kind) / 8 for n, (kind, e) in enumerate(self.arrays) if n not in self.aliased
+            e * element_bits(kind) / 8
+            for n, (kind, e) in enumerate(self.arrays)
+            if n not in self.aliased
         )
 
     @property
@@ -74,28 +74,28 @@ class Instruction:
 
 @dataclass
 class Work:
-    """What a program does when it runs once."""
+    """The traffic and launches of one run of a program."""
 
     bytes: float = 0.0  # read and written
     launches: float = 0.0
-    # bytes written, by the parameter that was copied or decoded
+    # Bytes written by copies or dequantisations of parameters, by parameter.
     copied: Counter = field(default_factory=Counter)
 
-    def add(self, other: "Work", times: float = 1) -> None:
-        self.bytes += times * other.bytes
-        self.launches += times * other.launches
-        for name, count in other.copied.items():
+    def add(self, work: "Work", times: float = 1) -> None:
+        self.bytes += times * work.bytes
+        self.launches += times * work.launches
+        for name, count in work.copied.items():
             self.copied[name] += times * count
 
 
-def bits(kind: str) -> int:
-    """Of an element of a type such as bf16, s4 or pred."""
-    found = re.match(r"[a-z]+(\d+)", kind)
-    return int(found[1]) if found else 8 * (kind == "pred")
+def element_bits(kind: str) -> int:
+    """The bits of an element of an HLO type such as bf16, s4 or pred."""
+    match = re.match(r"[a-z]+(\d+)", kind)
+    return int(match[1]) if match else 8 * (kind == "pred")
 
 
 class Module:
-    """The computations of a program's text."""
+    """The computations in a program's HLO text."""
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
@@ -103,28 +103,36 @@ class Module:
         inside = None
         for line in text.splitlines():
             if not line.startswith(" "):
-                found = HEADER.match(line)
-                inside = self.computations.setdefault(found[2], {}) if found else None
-                self.entry = found[2] if found and found[1] else self.entry
-            elif inside is not None and (found := INSTRUCTION.match(line)):
-                one = instruction(found)
-                inside[one.name] = one
+                match = HEADER.match(line)
+                inside = self.computations.setdefault(match[2], {}) if match else None
+                self.entry = match[2] if match and match[1] else self.entry
+            elif inside is not None and (match := INSTRUCTION.match(line)):
+                parsed = parse_instruction(match)
+                inside[parsed.name] = parsed
 
     def work(self, shares: PartOf, turns: TurnsOf) -> Work:
-        """What a run does. `shares`: which part of a parameter a kernel reads that gets the whole
-        of it, or reads and writes where it changes the parameter in place. `turns`: those of a loop
-        that the compiler does not count, by the parameters that it gets, and whether another is
-        around it.
+        """The work of one run.
+
+        Args:
+            shares: Called with (parameter, in place). Returns the fraction of the parameter that a
+                kernel with the whole parameter as operand reads; if the kernel updates it in place,
+                the fraction that it reads and writes.
+            turns: Called with (parameters, is nested). Returns the iterations of a loop over these
+                parameters whose trip count the compiler does not know.
         """
         entry = self.computations[self.entry].values()
-        inputs = {one.number: one.label for one in entry if one.kind == "parameter"}
+        inputs = {
+            parameter.number: parameter.label
+            for parameter in entry
+            if parameter.kind == "parameter"
+        }
         return Walk(self, shares, turns).computation(
             self.entry, [inputs[n] for n in range(len(inputs))]
         )
 
 
 class Walk:
-    """Follows the parameters of a program through its loops and fusions."""
+    """Follows a program's parameters through its loops, calls and fusions, and sums up the work."""
 
     def __init__(self, module: Module, shares: PartOf, turns: TurnsOf):
         self.computations = module.computations
@@ -132,66 +140,71 @@ class Walk:
         self.turns = turns
 
     def computation(self, name: str, inputs: list, inner: bool = False) -> Work:
-        done = Work()
+        work = Work()
         origins = {}
-        for one in self.computations[name].values():
-            given = [origins.get(operand) for operand in one.operands]
-            origins[one.name] = self.origin(one, given, inputs)
-            if one.kind == "while":
+        for op in self.computations[name].values():
+            operand_origins = [origins.get(operand) for operand in op.operands]
+            origins[op.name] = self.origin(op, operand_origins, inputs)
+            if op.kind == "while":
                 body = Work()
-                for called in one.called:
-                    body.add(self.computation(called, given, True))
-                done.add(
-                    body, one.turns if one.turns is not None else self.turns(flat(given), inner)
+                for called in op.called:
+                    body.add(self.computation(called, operand_origins, True))
+                work.add(
+                    body,
+                    op.turns
+                    if op.turns is not None
+                    else self.turns(parameter_names(operand_origins), inner),
                 )
-            elif one.kind == "conditional":  # the branch that moves most
-                branches = zip(one.called, given[1:], strict=True)
-                done.add(
+            elif op.kind == "conditional":  # the branch that moves most
+                branches = zip(op.called, operand_origins[1:], strict=True)
+                work.add(
                     max(
-                        (self.computation(called, [each], inner) for called, each in branches),
+                        (
+                            self.computation(called, [branch_origin], inner)
+                            for called, branch_origin in branches
+                        ),
                         key=lambda w: w.bytes,
                     )
                 )
-            elif one.kind in ("call", "async-start"):
-                done.add(self.computation(one.called[0], given, inner))
-            elif one.kind not in FREE:
-                done.add(self.launch(one, given, self.computations[name]))
-        return done
+            elif op.kind in ("call", "async-start"):
+                work.add(self.computation(op.called[0], operand_origins, inner))
+            elif op.kind not in FREE:
+                work.add(self.launch(op, operand_origins, self.computations[name]))
+        return work
 
-    def origin(self, one: Instruction, given: list, inputs: list):
-        """The name of the parameter that an instruction's result is, those of a tuple's elements,
-        or None.
+    def origin(self, op: Instruction, operand_origins: list, inputs: list):
+        """The name of the parameter that an instruction's result refers to, a tuple of these for a
+        tuple, or None.
         """
-        if one.kind == "parameter":
+        if op.kind == "parameter":
+            return inputs[op.number] if op.number is not None and op.number < len(inputs) else None
+        if op.kind == "tuple":
+            return tuple(operand_origins)
+        if op.kind == "get-tuple-element":
             return (
-                inputs[one.number] if one.number is not None and one.number < len(inputs) else None
-            )
-        if one.kind == "tuple":
-            return tuple(given)
-        if one.kind == "get-tuple-element":
-            return (
-                given[0][one.number]
-                if isinstance(given[0], tuple) and one.number is not None
+                operand_origins[0][op.number]
+                if isinstance(operand_origins[0], tuple) and op.number is not None
                 else None
             )
-        if one.kind in ("bitcast", "while", "optimization-barrier", "copy"):
-            return given[0]
-        if one.kind == "fusion" and (place := self.written_in_place(one)) is not None:
-            return given[place]
-        if one.aliased:
+        if op.kind in ("bitcast", "while", "optimization-barrier", "copy"):
+            return operand_origins[0]
+        if op.kind == "fusion" and (place := self.written_in_place(op)) is not None:
+            return operand_origins[place]
+        if op.aliased:
             written = [
-                given[one.aliased[n]] if n in one.aliased else None for n in range(len(one.arrays))
+                operand_origins[op.aliased[n]] if n in op.aliased else None
+                for n in range(len(op.arrays))
             ]
             return written[0] if len(written) == 1 else tuple(written)
         return None
 
-    def fused(self, one: Instruction) -> dict[str, Instruction]:
-        return self.computations[one.called[0]] if one.kind == "fusion" else {}
+    def fused(self, op: Instruction) -> dict[str, Instruction]:
+        return self.computations[op.called[0]] if op.kind == "fusion" else {}
 
-    def written_in_place(self, one: Instruction) -> int | None:
-        """The operand into which a fusion scatters."""
-        inside = self.fused(one)
-        root = next((each for each in inside.values() if each.is_root), None)
+    def written_in_place(self, op: Instruction) -> int | None:
+        """The index of the operand that a fusion updates in place by a scatter, or None."""
+        inside = self.fused(op)
+        root = next((inner for inner in inside.values() if inner.is_root), None)
         while root is not None and root.kind == "bitcast":
             root = inside[root.operands[0]]
         if root is None or root.kind not in ("scatter", "dynamic-update-slice"):
@@ -201,100 +214,104 @@ class Walk:
             target = inside[target.operands[0]]
         return target.number if target.kind == "parameter" else None
 
-    def launch(self, one: Instruction, given: list, around: Mapping[str, Instruction]) -> Work:
-        """What one kernel moves."""
-        done = Work(launches=1)
-        inside = self.fused(one)
-        place = self.written_in_place(one)
+    def launch(
+        self, op: Instruction, operand_origins: list, around: Mapping[str, Instruction]
+    ) -> Work:
+        """The work of one kernel."""
+        work = Work(launches=1)
+        inside = self.fused(op)
+        place = self.written_in_place(op)
         parameters = {
-            each.number: each.name for each in inside.values() if each.kind == "parameter"
+            inner.number: inner.name for inner in inside.values() if inner.kind == "parameter"
         }
-        taken = Counter()  # elements, by the parameter that they are of
-        multiplies = one.kind in PRODUCTS or any(each.kind in PRODUCTS for each in inside.values())
-        for number, (operand, origin) in enumerate(zip(one.operands, given, strict=True)):
-            whole = around[operand]
+        elements_by_origin = Counter()  # elements, by the parameter that they are of
+        multiplies = op.kind in PRODUCTS or any(inner.kind in PRODUCTS for inner in inside.values())
+        for number, (operand, origin) in enumerate(zip(op.operands, operand_origins, strict=True)):
+            operand_op = around[operand]
             origin = origin if isinstance(origin, str) else None
-            if number == place:  # only the rows that are written
+            if number == place:  # updated in place: only the rows written count, below
                 continue
-            if number in one.aliased.values():
-                done.bytes += self.shares(origin, True) * whole.bytes if origin else 0
+            if number in op.aliased.values():
+                work.bytes += self.shares(origin, True) * operand_op.bytes if origin else 0
                 continue
             if not inside:
-                share = self.shares(origin, False) if one.kind == "custom-call" and origin else 1.0
-                read = share * whole.bytes
-                elements = whole.elements
+                share = self.shares(origin, False) if op.kind == "custom-call" and origin else 1.0
+                read = share * operand_op.bytes
+                elements = operand_op.elements
                 is_slice = True
             else:
-                read, elements, is_slice = part(inside, parameters[number], whole)
-            done.bytes += read
-            large = LARGE <= elements <= one.elements
-            if origin is not None and large and is_slice and not multiplies and place is None:
-                taken[origin] += elements
-        for origin, elements in taken.items():
-            done.copied[origin] += one.bytes * elements / taken.total()
-        done.bytes += updated(inside) if place is not None else one.made
-        return done
+                read, elements, is_slice = operand_read(inside, parameters[number], operand_op)
+            work.bytes += read
+            is_large = LARGE <= elements <= op.elements
+            if origin is not None and is_large and is_slice and not multiplies and place is None:
+                elements_by_origin[origin] += elements
+        for origin, elements in elements_by_origin.items():
+            work.copied[origin] += op.bytes * elements / elements_by_origin.total()
+        work.bytes += updated_bytes(inside) if place is not None else op.made
+        return work
 
 
-def part(
-    inside: Mapping[str, Instruction], parameter: str, whole: Instruction
+def operand_read(
+    inside: Mapping[str, Instruction], parameter: str, operand_op: Instruction
 ) -> tuple[float, int, bool]:
-    """(bytes, elements) that a fusion reads of an operand, and whether it takes it whole or by
-    slices.
-    """
+    """(bytes read, elements read, whether the reads are contiguous) of a fusion's operand."""
     names = [parameter]
     users = []
     for name in names:
-        for each in inside.values():
-            if name in each.operands:
-                if each.kind == "bitcast":
-                    names.append(each.name)
+        for inner in inside.values():
+            if name in inner.operands:
+                if inner.kind == "bitcast":
+                    names.append(inner.name)
                 else:
-                    users.append((each, each.operands[0] == name))
-    if users and all(each.kind in PARTS and first for each, first in users):
-        read = sum(each.bytes for each, _ in users)
-        elements = sum(each.elements for each, _ in users)
-        if read < whole.bytes:
-            return read, elements, all(each.kind != "gather" for each, _ in users)
-    return whole.bytes, whole.elements, True
+                    users.append((inner, inner.operands[0] == name))
+    if users and all(inner.kind in PARTS and first for inner, first in users):
+        read = sum(inner.bytes for inner, _ in users)
+        elements = sum(inner.elements for inner, _ in users)
+        if read < operand_op.bytes:
+            return read, elements, all(inner.kind != "gather" for inner, _ in users)
+    return operand_op.bytes, operand_op.elements, True
 
 
-def updated(inside: Mapping[str, Instruction]) -> float:
-    """Bytes that a fusion writes into one of its operands."""
-    found = [each for each in inside.values() if each.kind in ("scatter", "dynamic-update-slice")]
-    return sum(inside[each.operands[-1 if each.kind == "scatter" else 1]].bytes for each in found)
+def updated_bytes(inside: Mapping[str, Instruction]) -> float:
+    """Bytes that a fusion writes in place into one of its operands."""
+    write_ops = [
+        inner for inner in inside.values() if inner.kind in ("scatter", "dynamic-update-slice")
+    ]
+    return sum(
+        inside[inner.operands[-1 if inner.kind == "scatter" else 1]].bytes for inner in write_ops
+    )
 
 
-def flat(origins) -> set[str]:
-    """The names among origins."""
-    found = set()
-    for one in origins:
-        if isinstance(one, tuple):
-            found |= flat(one)
-        elif one is not None:
-            found.add(one)
-    return found
+def parameter_names(origins) -> set[str]:
+    """All parameter names in nested tuples of origins."""
+    names = set()
+    for origin in origins:
+        if isinstance(origin, tuple):
+            names |= parameter_names(origin)
+        elif origin is not None:
+            names.add(origin)
+    return names
 
 
-def instruction(found: re.Match) -> Instruction:
-    root, name, shape, kind, inputs, rest = found.groups()
-    index = re.search(r"index=(\d+)", rest) if kind == "get-tuple-element" else None
+def parse_instruction(match: re.Match) -> Instruction:
+    root, name, shape, kind, inputs, attributes = match.groups()
+    index = re.search(r"index=(\d+)", attributes) if kind == "get-tuple-element" else None
     number = int(inputs) if kind == "parameter" else int(index[1]) if index else -1
-    turns = TURNS.search(rest) if kind == "while" else None
-    branches = BRANCHES.search(rest)
-    label = LABEL.search(rest) if kind == "parameter" else None
+    turns = TURNS.search(attributes) if kind == "while" else None
+    branches = BRANCHES.search(attributes)
+    label = LABEL.search(attributes) if kind == "parameter" else None
     return Instruction(
         name,
         kind,
         tuple(
-            (each, math.prod(map(int, dims.split(","))) if dims else 1)
-            for each, dims in ARRAY.findall(shape)
+            (element_type, math.prod(map(int, dims.split(","))) if dims else 1)
+            for element_type, dims in ARRAY.findall(shape)
         ),
         () if kind in ("parameter", "constant") else tuple(NAME.findall(inputs)),
-        tuple(NAME.findall(branches[1])) if branches else tuple(CALLED.findall(rest)),
+        tuple(NAME.findall(branches[1])) if branches else tuple(CALLED.findall(attributes)),
         number,
         int(turns[1]) if turns else None,
         label[1] if label else name,
-        {int(output or 0): int(operand) for output, operand in IN_PLACE.findall(rest)},
+        {int(output or 0): int(operand) for output, operand in IN_PLACE.findall(attributes)},
         root is not None,
     )

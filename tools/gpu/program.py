@@ -1,6 +1,4 @@
-"""A step's program as XLA compiles it for a card: its launches, its CUDA graphs, its memory, and
-what it moves.
-"""
+"""Compiles a step for a GPU with XLA and reads its launches, CUDA graphs, memory and traffic."""
 
 import os
 import re
@@ -31,23 +29,23 @@ CONTROL = {
     "kPartitionId",
     "kReplicaId",
 }
-# a warning says it again
+# The stack frame is part of the pattern because a warning repeats the numbers of spills.
 SPILLS = re.compile(r"bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is known of a compiled step."""
+    """Figures of a compiled step."""
 
-    graphs: int
-    # kernels, copies and collectives, each once: what is in a loop is launched at every turn
+    graphs: int  # CUDA graphs
+    # Kernels, copies and collectives in the program; those in loops count once.
     launches: int
-    # what no graph holds: kernels, and whatever makes the host wait, by its name
+    # Thunks outside of CUDA graphs, by kind: kernels, and anything that synchronises with the host.
     outside: dict[str, int]
-    sorts: int  # on a card XLA may take CUB's instead, which is in no graph
-    temporaries: int
+    sorts: int  # XLA's; on a real GPU it may use CUB's sort, which runs outside of graphs
+    temporaries: int  # bytes
     work: Work
-    spilled: int | None = None  # bytes, of all kernels together; None: nobody asked
+    spilled: int | None = None  # bytes of registers spilled by all kernels; None: not measured
 
 
 def compile_program(
@@ -56,26 +54,26 @@ def compile_program(
     turns: TurnsOf,
     spills: bool = False,
 ) -> Program:
-    """Compile a step as it is served, and read what XLA says of it.
+    """Compile a step with the engine's compiler options and analyse XLA's dumps.
 
-    `shares` and `turns`: see `Module.work`.
+    `shares` and `turns` are explained at `Module.work`.
     """
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         (kernels := folder / "mosaic").mkdir()
-        asked = graphs.compiler_options() or {}
-        # No card is here on which XLA could try which of its kernels are faster.
-        asked |= {"xla_dump_to": str(folder), "xla_gpu_autotune_level": "0"}
+        compiler_options = graphs.compiler_options() or {}
+        # Without a GPU, XLA cannot autotune its kernels.
+        compiler_options |= {"xla_dump_to": str(folder), "xla_gpu_autotune_level": "0"}
         with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": str(kernels)} if spills else {}):
-            compiled = lowered.compile(asked)
-        found = read_thunks(thunks(folder))
+            compiled = lowered.compile(compiler_options)
+        thunk_counts = read_thunks(thunks(folder))
         work = Module(compiled.as_text() or "").work(shares, turns)
         spilled = spilled_bytes(folder, kernels) if spills else None
-        return Program(*found, memory_of(compiled).temporaries, work, spilled)
+        return Program(*thunk_counts, memory_of(compiled).temporaries, work, spilled)
 
 
 def thunks(folder: Path) -> str:
-    """What the program launches, in order; without graphs XLA writes one of these files only."""
+    """The program's sequence of thunks (launches) in XLA's dump; the name depends on its passes."""
     for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
         for path in folder.glob(f"*.{name}.txt"):
             return path.read_text()
@@ -83,19 +81,19 @@ def thunks(folder: Path) -> str:
 
 
 def read_thunks(text: str) -> tuple[int, int, dict[str, int], int]:
-    """(graphs, launches, what is outside of graphs, sorts wherever they are)."""
+    """Count (graphs, launches, thunks outside of graphs by kind, sorts) in a thunk sequence."""
     graphs = 0
     launches = 0
     outside = Counter()
     sorts = 0
     graph = None
     for line in text.splitlines():
-        found = THUNK.match(line)
-        if found is None:
+        match = THUNK.match(line)
+        if match is None:
             continue
-        depth = len(found[1])
-        kind = found[2]
-        name = found[3]
+        depth = len(match[1])
+        kind = match[2]
+        name = match[3]
         if graph is not None and depth <= graph:
             graph = None
         if kind == "kCommandBuffer":
@@ -109,19 +107,19 @@ def read_thunks(text: str) -> tuple[int, int, dict[str, int], int]:
 
 
 def spilled_bytes(folder: Path, kernels: Path) -> int:
-    """Bytes that ptxas spills in all kernels, of stores and loads together."""
+    """Bytes of registers spilled in all kernels, stores plus loads, by ptxas."""
     assembler = ptxas()
     assert assembler is not None
 
     def assembled(path: Path) -> str:
         if (target := re.search(r"^\.target (\w+)", path.read_text(), re.M)) is None:
-            return ""  # XLA has no kernels of its own here
+            return ""  # a module without kernels by XLA
         command = [assembler, "-v", f"-arch={target[1]}", path, "-o", path.with_suffix(".cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
     with ThreadPoolExecutor(2) as threads:
-        said = [*threads.map(assembled, sorted(folder.glob("*.ptx")))]
-    said += [path.read_text() for path in kernels.glob("*.ptxas")]
+        logs = [*threads.map(assembled, sorted(folder.glob("*.ptx")))]
+    logs += [path.read_text() for path in kernels.glob("*.ptxas")]
     return sum(
-        int(stored) + int(loaded) for text in said for stored, loaded in SPILLS.findall(text)
+        int(stored) + int(loaded) for text in logs for stored, loaded in SPILLS.findall(text)
     )

@@ -1,4 +1,4 @@
-"""Shapes of the models whose steps are compiled; weights and tokenizers play no part."""
+"""config.json of the models whose steps are compiled; no weights or tokenizers are needed."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ SHAPES: dict[str, dict[str, Any]] = checked.SHAPES | {
     "qwen3-next-80b-a3b": QWEN3_NEXT_80B,
     "granite-4.0-h-small": GRANITE4_SMALL,
 }
-# What drafts in the step for llama-3-8b, with two layers or one, by its method.
+# Method of speculative decoding -> config of the drafter for llama-3-8b.
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3": {
         "hidden_size": 4096,
@@ -105,7 +105,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "vocab_size": 128256,
         "draft_vocab_size": 32000,
-        # there are no others where layers are cut
+        # The only layers there are, because the target is compiled with few layers.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]},
     },
     "draft_model": checked.LLAMA_8B

@@ -1,4 +1,4 @@
-"""Cards that a text describes: for them JAX's CUDA plugin compiles on a machine without one."""
+"""Descriptions of GPUs, for which JAX's CUDA plugin compiles on machines without one."""
 
 import importlib.metadata
 import os
@@ -17,24 +17,27 @@ from quire.model.planning.cost import DEVICES
 from quire.ops.attention.flashinfer_kernel import library
 from quire.ops.gpu import device, graphs
 
-DRIVER = (12, 9)  # CUDA's; without it XLA leaves calls and products out of its graphs
+DRIVER = (12, 9)  # CUDA driver version to assume; for older ones XLA uses fewer CUDA graphs
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a compiler must know of a card, as the makers tell it. Its memory is in DEVICES."""
+    """The properties of a GPU that XLA's compiler needs, by the vendor's figures.
+
+    Memory size and bandwidth are in `DEVICES`.
+    """
 
     name: str
-    capability: tuple[int, int]
-    processors: int
+    capability: tuple[int, int]  # CUDA compute capability
+    processors: int  # streaming multiprocessors (SMs)
     clock: float  # GHz
-    lanes: int  # of float32, in a processor
-    shared: int  # bytes of a processor's shared memory, of which a block may have all but 1 KiB
-    cache: int  # bytes, of the second level
+    lanes: int  # float32 units per SM
+    shared: int  # bytes of shared memory per SM; a block may use all but 1 KiB
+    cache: int  # bytes of L2 cache
 
     def text(self, memory: float, bandwidth: float) -> str:
         major, minor = self.capability
-        # What Hopper and Blackwell have for this capability alone: wgmma, tcgen05.
+        # Enables architecture-specific instructions of Hopper and Blackwell: wgmma, tcgen05.
         feature = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         driver = f"{DRIVER[0]}.{DRIVER[1]}.0"
         return f"""
@@ -76,47 +79,58 @@ CARDS = {
     "b200": Card("NVIDIA B200", (10, 0), 148, 1.965, 128, 228 << 10, 126 << 20),
     "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 64, 164 << 10, 40 << 20),
 }
-PLUGINS = "jax-cuda12-plugin", "jax-cuda12-pjrt"  # of jax's own version
-# where `make gpu-compiler` puts it: no other program here meets the plugin
+PLUGINS = "jax-cuda12-plugin", "jax-cuda12-pjrt"  # must have the same version as jax
+# `make gpu-compiler` installs into a folder of its own, so that other programs do not load the
+# plugin.
 APART = Path(sys.prefix, "gpu-compiler")
 
 
 def missing() -> str | None:
-    """What is to be installed before anything can be compiled; None: nothing."""
-    wanted = (
+    """The reason that the compiler is unavailable, with the command to install it, or None."""
+    install_command = (
         f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} "
         f"jax-cuda12-pjrt=={jax.__version__}"
     )
-    wanted += " nvidia-cuda-nvcc-cu12"
+    install_command += " nvidia-cuda-nvcc-cu12"
     for name in PLUGINS:
-        found = next(
-            (one.version for one in importlib.metadata.distributions(name=name, path=places())),
+        installed_version = next(
+            (
+                distribution.version
+                for distribution in importlib.metadata.distributions(name=name, path=search_paths())
+            ),
             None,
         )
-        if found is None:
-            return f"{name} is not installed, which compiles for a GPU: {wanted}"
-        if found != jax.__version__:
-            return f"{name} is of version {found} and jax of {jax.__version__}: {wanted}"
-    return None if ptxas() is not None else f"ptxas is not installed: {wanted}"
+        if installed_version is None:
+            return f"{name} is not installed, which compiles for a GPU: {install_command}"
+        if installed_version != jax.__version__:
+            return (
+                f"{name} is of version {installed_version} and jax of {jax.__version__}: "
+                f"{install_command}"
+            )
+    return None if ptxas() is not None else f"ptxas is not installed: {install_command}"
 
 
 def ptxas() -> Path | None:
-    """The assembler of nvidia-cuda-nvcc-cu12."""
+    """The path of the PTX assembler from nvidia-cuda-nvcc-cu12, or None."""
     return next(
-        (path for place in places() for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))),
+        (
+            path
+            for place in search_paths()
+            for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))
+        ),
         None,
     )
 
 
-def places() -> list[str]:
+def search_paths() -> list[str]:
     return [*sys.path, str(APART)]
 
 
 @contextmanager
 def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
-    """So many cards of a name in CARDS, or of one with "+flashinfer", where that is installed.
+    """Context in which JAX's devices are `count` GPUs of this name in CARDS.
 
-    Within this context whatever asks JAX for its devices finds them.
+    A name with "+flashinfer" has FlashInfer's kernels available.
     """
     name, _, extra = name.partition("+")
     text = CARDS[name].text(DEVICES[name].memory, DEVICES[name].bandwidth)
@@ -127,10 +141,10 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
     with ExitStack() as changed:
         for target, attribute, value in (
             (jax, "default_backend", lambda: "gpu"),
-            (jax, "devices", lambda *asked, **named: devices),
-            (jax, "local_devices", lambda *asked, **named: devices),
+            (jax, "devices", lambda *args, **kwargs: devices),
+            (jax, "local_devices", lambda *args, **kwargs: devices),
             (graphs, "driver_version", lambda: 1000 * DRIVER[0] + 10 * DRIVER[1]),
-            # Nothing is run here, so that a call of FlashInfer's kernel needs no FlashInfer.
+            # Nothing is run, so that compiling a call of FlashInfer's kernel needs no FlashInfer.
             (library, "PACKAGES", ("jax-tvm-ffi",)),
             (library, "built", lambda kernel: ("", None)),
             (library, "load", lambda path: None),
@@ -143,14 +157,14 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
             ),
         ):
             changed.enter_context(mock.patch.object(target, attribute, value))
-        # No card is here on which the kernels could be tried.
+        # Without a GPU, the kernels cannot be self-tested.
         changed.enter_context(mock.patch.dict(os.environ, {"QUIRE_MOSAIC": "trusted"}))
-        forget()
-        changed.callback(forget)
+        clear_caches()
+        changed.callback(clear_caches)
         yield devices
 
 
-def forget() -> None:
-    """Nothing that was found or traced for another device is used for this one."""
+def clear_caches() -> None:
+    """Clear caches of device properties and traces, which are for another device."""
     device.is_hopper.cache_clear()
     jax.clear_caches()

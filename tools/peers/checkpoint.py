@@ -1,5 +1,5 @@
-"""What every engine loads: a Llama, Mixtral or LFM2 of a known shape with random weights, and a
-tokenizer for it.
+"""The checkpoints of the comparison: Llama, Mixtral or LFM2 models of several sizes with random
+weights, and a tokenizer.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from quire.scripts.bench.adapters import write_random
 from .loop import ADAPTER_RANK
 
 VOCAB = 32000
-WIDTH = 3  # tokens that a short convolution sees
+WIDTH = 3  # kernel width of the short convolutions, in tokens
 MAX_LEN = 4096
 SPECIALS = ("<s>", "</s>", "<pad>")  # ids 0, 1, 2
-# scales not counted: the least that can move
+# Without scales: a lower bound.
 BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5, "q4_k_m": 0.5}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama, with experts a Mixtral, with convolutions an LFM2; the head is the embedding
-    (tied).
+    """The shape of a Llama; with experts, of a Mixtral; with convolutions, of an LFM2. The LM head
+    is tied to the embedding.
     """
 
     layers: int
@@ -37,8 +37,8 @@ class ModelShape:
     ffn: int
     head: int = 64
     experts: int = 0
-    chosen: int = 0  # of the experts, by a token
-    # of so many layers together all but the last have a short convolution in place of attention
+    chosen: int = 0  # experts per token
+    # Period of layers: the last layer of each period has attention, the others short convolutions.
     convolved: int = 0
 
     @property
@@ -47,19 +47,21 @@ class ModelShape:
         return [not self.convolved or (i + 1) % self.convolved == 0 for i in range(self.layers)]
 
     def read(self, rows: int) -> float:
-        """Weights that a step with so many sequences reads: all but the experts that, by chance,
-        nobody chooses.
+        """The expected number of weights that a step with `rows` sequences reads, if each token
+        chooses experts at random.
         """
         attention = self.width * self.head * 2 * (self.heads + self.kv_heads)
         mlps = self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts else 1
         layer = self.width * self.experts + mlps * 3 * self.width * self.ffn
-        mixers = sum(attention if attends else 4 * self.width**2 for attends in self.attends)
-        # the embedding is read as the head
+        mixers = sum(
+            attention if has_attention else 4 * self.width**2 for has_attention in self.attends
+        )
+        # The embedding table is read once, as the LM head.
         return self.layers * layer + mixers + VOCAB * self.width
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values a token, in bf16."""
+        """Bytes of KV cache per token, in bf16."""
         return sum(self.attends) * 2 * self.kv_heads * self.head * 2
 
 
@@ -67,7 +69,7 @@ SIZES = {
     "60m": ModelShape(layers=12, width=512, heads=8, kv_heads=4, ffn=2048),
     "100m": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
     "400m": ModelShape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
-    # Llama-3.2-1B's, with fewer words
+    # Llama-3.2-1B's shape with a smaller vocabulary
     "1b": ModelShape(layers=16, width=2048, heads=32, kv_heads=8, ffn=8192),
     "hybrid": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, convolved=3),
     "mixture": ModelShape(
@@ -99,18 +101,20 @@ def config_of(shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> 
         "torch_dtype": "bfloat16",
     }
     if shape.convolved:
-        own = {
+        lfm2_keys = {
             "architectures": ["Lfm2ForCausalLM"],
             "model_type": "lfm2",
             "norm_eps": config.pop("rms_norm_eps"),
             "conv_bias": False,
             "conv_L_cache": WIDTH,
             "block_auto_adjust_ff_dim": False,
-            "layer_types": ["full_attention" if attends else "conv" for attends in shape.attends],
+            "layer_types": [
+                "full_attention" if has_attention else "conv" for has_attention in shape.attends
+            ],
         }
         return {
             name: value for name, value in config.items() if name not in ("hidden_act", "head_dim")
-        } | own
+        } | lfm2_keys
     if not shape.experts:
         return config | {"attention_bias": False, "mlp_bias": False}
     return config | {
@@ -127,7 +131,7 @@ def config_of(shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> 
 def write(
     folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN, seed: int = 0
 ) -> Path:
-    """Write config.json, model.safetensors and the tokenizer, unless they are there."""
+    """Write config.json, model.safetensors and the tokenizer, unless they exist."""
     if (folder / "model.safetensors").is_file():
         return folder
     import ml_dtypes
@@ -141,7 +145,7 @@ def write(
         return (rng.standard_normal((rows, columns), np.float32) * scale).astype(ml_dtypes.bfloat16)
 
     def linear(rows: int, columns: int) -> np.ndarray:
-        # outputs as large as inputs: tokens vary, nothing overflows
+        # Scaled so that outputs are as large as inputs: tokens vary, nothing overflows.
         return draw(rows, columns, columns**-0.5)
 
     ones = np.ones(D, ml_dtypes.bfloat16)
@@ -180,17 +184,18 @@ def lfm2(shape: ModelShape, vocab: int, draw, linear) -> dict:
 
     D = shape.width
     F = shape.ffn
-    ones, small = np.ones(D, ml_dtypes.bfloat16), np.ones(shape.head, ml_dtypes.bfloat16)
+    ones = np.ones(D, ml_dtypes.bfloat16)
+    small = np.ones(shape.head, ml_dtypes.bfloat16)
     tensors = {
         "model.embed_tokens.weight": draw(vocab, D, 0.02),
         "model.embedding_norm.weight": ones,
     }
-    for i, attends in enumerate(shape.attends):
+    for i, has_attention in enumerate(shape.attends):
         at = f"model.layers.{i}"
         tensors |= {f"{at}.operator_norm.weight": ones, f"{at}.ffn_norm.weight": ones}
         tensors |= {f"{at}.feed_forward.{x}.weight": linear(F, D) for x in ("w1", "w3")}
         tensors[f"{at}.feed_forward.w2.weight"] = linear(D, F)
-        if not attends:
+        if not has_attention:
             tensors |= {
                 f"{at}.conv.in_proj.weight": linear(3 * D, D),
                 f"{at}.conv.out_proj.weight": linear(D, D),
@@ -212,28 +217,28 @@ def save(folder: Path, shape: ModelShape, vocab: int, max_len: int, tensors: dic
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape, vocab, max_len), indent=2))
     write_tokenizer(folder, vocab)
-    # the last file: its presence says that the folder is complete
-    with publish(folder / "model.safetensors") as part:
-        save_file(tensors, part, metadata={"format": "pt"})
+    # Written last: its presence means that the folder is complete.
+    with publish(folder / "model.safetensors") as temporary_path:
+        save_file(tensors, temporary_path, metadata={"format": "pt"})
 
 
 def adapter_folder(model: str | Path, number: int) -> Path:
-    """Where an adapter of a model lies."""
+    """The folder of a model's adapter."""
     return Path(model).parent / "adapters" / str(number)
 
 
 def write_adapter(folder: Path, shape: ModelShape, number: int) -> None:
-    """A LoRA adapter of random numbers for every matrix of a Llama's layers, unless it is there."""
+    """Write a random LoRA adapter for every matrix of a Llama's layers, unless it exists."""
     if (folder / FILE).is_file():
         return
     D = shape.width
-    own = shape.heads * shape.head
-    shared = shape.kv_heads * shape.head
-    of_layer = {
-        "self_attn.q_proj": (own, D),
-        "self_attn.k_proj": (shared, D),
-        "self_attn.v_proj": (shared, D),
-        "self_attn.o_proj": (D, own),
+    query_width = shape.heads * shape.head
+    kv_width = shape.kv_heads * shape.head
+    shapes = {
+        "self_attn.q_proj": (query_width, D),
+        "self_attn.k_proj": (kv_width, D),
+        "self_attn.v_proj": (kv_width, D),
+        "self_attn.o_proj": (D, query_width),
         "mlp.gate_proj": (shape.ffn, D),
         "mlp.up_proj": (shape.ffn, D),
         "mlp.down_proj": (D, shape.ffn),
@@ -241,16 +246,14 @@ def write_adapter(folder: Path, shape: ModelShape, number: int) -> None:
     stems = {
         f"model.layers.{i}.{name}": size
         for i in range(shape.layers)
-        for name, size in of_layer.items()
+        for name, size in shapes.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_random(folder, stems, ADAPTER_RANK, number)
 
 
 def quantise(folder: Path, out: Path, weights: str) -> None:
-    """Write the checkpoint with rounded weights for an engine that does not round them itself,
-    unless it is there.
-    """
+    """Write a quantised checkpoint for engines that do not quantise, unless it exists."""
     if not out.exists():
         kind = {"int4": "int4-128"}.get(weights, weights)
         command = [
@@ -267,7 +270,7 @@ def quantise(folder: Path, out: Path, weights: str) -> None:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
-    """Byte-level BPE whose merges are pairs of bytes, as many as the vocabulary has room for."""
+    """Write a byte-level BPE tokenizer with merges of byte pairs up to the vocabulary's size."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -281,6 +284,10 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_LEN, **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_LEN,
+        **names,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "special_tokens_map.json").write_text(json.dumps(names))

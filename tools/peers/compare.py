@@ -1,7 +1,9 @@
-"""Quire beside vLLM, OpenVINO GenAI, transformers and llama.cpp: `python -m tools.peers.compare`.
+"""Benchmark Quire against vLLM, OpenVINO GenAI, transformers and llama.cpp on CPUs: `python -m
+tools.peers.compare`.
 
-All load the same random Llama and do the same work in turns, each in an environment of its own,
-which this command makes (several gigabytes, once). Run it on an idle machine.
+All load the same model with random weights and take turns at the same workloads, each in a virtual
+environment of its own, which this command creates (several gigabytes, once). Run it on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -30,40 +32,39 @@ MAX_SEQS = 32
 
 
 def main(
-    size: Annotated[
-        str, typer.Option(help=f"The model: {' or '.join(checkpoint.SIZES)}.")
-    ] = "100m",
+    size: Annotated[str, typer.Option(help=f"Model: {' or '.join(checkpoint.SIZES)}.")] = "100m",
     work: Annotated[
-        list[str] | None, typer.Option(help=f"Only this one: {', '.join(WORKS)}. Repeatable.")
+        list[str] | None, typer.Option(help=f"Workload to run: {', '.join(WORKS)}. Repeatable.")
     ] = None,
     engine: Annotated[
-        list[str] | None, typer.Option(help=f"Only this one: {', '.join(ENGINES)}. Repeatable.")
+        list[str] | None, typer.Option(help=f"Engine to run: {', '.join(ENGINES)}. Repeatable.")
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Times that every engine does every work.")
+        int,
+        typer.Option(min=1, help="Number of rounds, in which every engine runs every workload."),
     ] = 5,
     place: Annotated[
-        Path | None, typer.Option("--envs", help="Folder of environments and checkpoints.")
+        Path | None, typer.Option("--envs", help="Folder for environments and checkpoints.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for SIZE.json and SIZE.md.")] = None,
-    limit: Annotated[
-        float, typer.Option(help="Seconds that an engine may take over one job.")
-    ] = 900,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results, SIZE.json and SIZE.md.")
+    ] = None,
+    limit: Annotated[float, typer.Option(help="Timeout in seconds of an engine's job.")] = 900,
     install_only: Annotated[
-        bool, typer.Option("--install-only", help="Make the environments and exit.")
+        bool, typer.Option("--install-only", help="Create the environments and exit.")
     ] = False,
 ) -> None:
-    """Measure all engines at all works and print a table."""
+    """Run all workloads on all engines and print a table."""
     from rich.console import Console
 
     if size not in checkpoint.SIZES:
         raise typer.BadParameter(
             f"{size!r} is not one of {', '.join(checkpoint.SIZES)}", param_hint="--size"
         )
-    names = chosen(work, WORKS, "--work")
-    engines = chosen(engine, ENGINES, "--engine")
+    names = select_names(work, WORKS, "--work")
+    engines = select_names(engine, ENGINES, "--engine")
     place = (place or envs.default_place()).resolve()
-    # so that the workers, which are stopped, end too
+    # Exits normally on SIGTERM, so that the stopped workers are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True, highlight=False)
     failures: dict[tuple[str, str], str] = {}
@@ -86,26 +87,26 @@ def main(
     for weights in ("int8", "int4"):
         if "vllm" in fit and any(work.weights == weights for work in works.values()):
             checkpoint.quantise(folder, folder.parent / "vllm" / weights, weights)
-    played = works
+    runnable_works = works
     if shape.experts or shape.convolved:
-        played = {name: work for name, work in works.items() if not work.adapters}
-        missing = product(works.keys() - played.keys(), engines)
+        runnable_works = {name: work for name, work in works.items() if not work.adapters}
+        missing = product(works.keys() - runnable_works.keys(), engines)
         failures |= dict.fromkeys(missing, "adapters are compared for Llamas alone")
-    for number in range(max((work.adapters for work in played.values()), default=0)):
+    for number in range(max((work.adapters for work in runnable_works.values()), default=0)):
         checkpoint.write_adapter(checkpoint.adapter_folder(folder, number), shape, number)
     bench = turns.Bench(place, settings, limit)
-    shared = [each for each in works.values() if each.weights == "q4_k_m"]
+    shared = [workload for workload in works.values() if workload.weights == "q4_k_m"]
     if shared and "llama.cpp" in fit:
         turns.prepare("llama.cpp", shared[0], bench)  # Quire reads the same file
     results, failed = turns.play(
-        played, fit, bench, rounds, console.print,
-        between=lambda: bandwidths.append(read_bandwidth()),
+        runnable_works, fit, bench, rounds, console.print,
+        before_round=lambda: bandwidths.append(read_bandwidth()),
     )  # fmt: skip
     failures |= failed
     if not bandwidths:
         raise typer.Exit(130)  # stopped before the first turn
     bandwidth = median(bandwidths)
-    found = {
+    comparison = {
         "size": size,
         "shape": asdict(shape),
         "rounds": rounds,
@@ -115,24 +116,24 @@ def main(
         "versions": {name: envs.versions(place, name) for name in engines},
         "works": report.summary(works, engines, results, failures, shape, bandwidth),
     }
-    Console(width=None if sys.stdout.isatty() else 160).print(report.rich_table(found))
+    Console(width=None if sys.stdout.isatty() else 160).print(report.rich_table(comparison))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{size}.json").write_text(json.dumps(found, indent=1))
-        (out / f"{size}.md").write_text(report.markdown(found))
+        (out / f"{size}.json").write_text(json.dumps(comparison, indent=1))
+        (out / f"{size}.md").write_text(report.markdown(comparison))
 
 
-def chosen(asked: list[str] | None, known, option: str) -> list[str]:
-    """The names that were asked for, or all, in the table's order."""
-    if unknown := [name for name in asked or [] if name not in known]:
+def select_names(selected: list[str] | None, options, option: str) -> list[str]:
+    """The selected names, or all if none are selected, in the order of `options`."""
+    if unknown := [name for name in selected or [] if name not in options]:
         raise typer.BadParameter(
-            f"{unknown[0]!r} is not one of {', '.join(known)}", param_hint=option
+            f"{unknown[0]!r} is not one of {', '.join(options)}", param_hint=option
         )
-    return [name for name in known if not asked or name in asked]
+    return [name for name in options if not selected or name in selected]
 
 
 def machine() -> dict[str, str | int]:
-    """The processor and how much of it there is."""
+    """The processor, the number of cores and the operating system."""
     return {
         "processor": dict(collect_env.machine())["cpu"],
         "cores": collect_env.cores(),

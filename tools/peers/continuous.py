@@ -1,4 +1,4 @@
-"""transformers' continuous batching on a GPU, with torch.compile: the same shape and requests,
+"""Runs transformers' continuous batching on a GPU, with and without torch.compile, on a model with
 random weights.
 """
 
@@ -30,8 +30,9 @@ def run(
     device: str = "cuda",
     levels: Iterable[int] = (0, 1),
 ) -> Iterator[dict]:
-    """Output tokens a second from the first request sent to the last token, as it is and then with
-    torch.compile.
+    """Yield the throughput and TTFT for each compile level; level 0 is without torch.compile.
+
+    Throughput is output tokens per second from the first request to the last token.
     """
     names = {
         name: value for name, value in hf.items() if name not in ("architectures", "torch_dtype")
@@ -43,24 +44,24 @@ def run(
             max_requests_per_batch=streams, default_compile_level=level
         )
         generate(model, settings, prompts[:streams], WARM_UP)
-        found = generate(model, settings, prompts, answer)
-        first = min(output.created_time for output in found)
-        last = max(output.timestamps[-1] for output in found)
-        waits = sorted(output.timestamps[0] - output.created_time for output in found)
+        outputs = generate(model, settings, prompts, answer)
+        first = min(output.created_time for output in outputs)
+        last = max(output.timestamps[-1] for output in outputs)
+        ttft_seconds = sorted(output.timestamps[0] - output.created_time for output in outputs)
         yield {
             "what": (
                 f"transformers {transformers.__version__}, torch {torch.__version__}, compile "
                 f"level {level}"
             ),
             "output_throughput": len(prompts) * answer / (last - first),
-            "median_ttft_ms": 1000 * waits[len(waits) // 2],
+            "median_ttft_ms": 1000 * ttft_seconds[len(ttft_seconds) // 2],
         }
 
 
 def generate(
     model, settings: ContinuousBatchingConfig, prompts: list[list[int]], answer: int
 ) -> list:
-    """An answer of full length to each."""
+    """Generate `answer` tokens for each prompt; raises RuntimeError if any are missing."""
     config = GenerationConfig(
         max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -70,11 +71,11 @@ def generate(
         continuous_batching_config=settings,
         record_timestamps=True,
     )
-    found = list(outputs.values())
-    if len(found) != len(prompts) or any(
-        len(output.generated_tokens) != answer for output in found
+    outputs_list = list(outputs.values())
+    if len(outputs_list) != len(prompts) or any(
+        len(output.generated_tokens) != answer for output in outputs_list
     ):
         raise RuntimeError(
-            f"{len(found)} of {len(prompts)} prompts were answered, or not in full length"
+            f"{len(outputs_list)} of {len(prompts)} prompts were answered, or not in full length"
         )
-    return found
+    return outputs_list

@@ -1,4 +1,4 @@
-"""The virtual environments of the peers: one each, made with pip, and again when its recipe
+"""Virtual environments of the peers, one each. They are created with pip, and again when a recipe
 changes.
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from quire.ops.cache_folder import home
 
-# Installed first and by itself, then named again as a limit: pip alone would take the newest, a
-# CUDA build.
+# Installed alone first, then repeated as a constraint: otherwise pip would install the newest
+# version, a CUDA build.
 TORCH = ("torch==2.13.0",)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What goes into a peer's environment."""
+    """How to create a peer's environment."""
 
-    steps: tuple[tuple[str, ...], ...]  # what each call of pip installs
-    shown: tuple[str, ...]  # the packages whose versions stand beside the results
-    # dependencies that cannot be imported: they are built for another torch
+    steps: tuple[tuple[str, ...], ...]  # requirements of each call of `pip install`
+    shown: tuple[str, ...]  # packages whose versions are reported with the results
+    # Dependencies to uninstall again, because they are built for another torch and fail to import.
     remove: tuple[str, ...] = ()
 
 
@@ -53,7 +53,7 @@ RECIPES = {
 
 
 class EnvError(RuntimeError):
-    """An environment that could not be made; one line that names its log."""
+    """An environment could not be created; the message is one line that names the log file."""
 
 
 def default_place() -> Path:
@@ -61,7 +61,7 @@ def default_place() -> Path:
 
 
 def python_of(place: Path, engine: str) -> Path:
-    """The interpreter that runs an engine; Quire's own is this one."""
+    """The Python interpreter of an engine; for Quire, the current one."""
     return Path(sys.executable) if engine == "quire" else place / engine / "bin" / "python"
 
 
@@ -75,7 +75,7 @@ def stamp_of(recipe: Recipe) -> str:
 
 
 def make(place: Path, engine: str, note: Callable[[str], None] = print) -> Path:
-    """Make the environment of an engine unless it is there; its interpreter."""
+    """Create the environment of an engine unless it is up to date; returns its interpreter."""
     python = python_of(place, engine)
     if ready(place, engine):
         return python
@@ -103,20 +103,20 @@ def make(place: Path, engine: str, note: Callable[[str], None] = print) -> Path:
             run(*pip, "uninstall", "--yes", *recipe.remove)
         if TORCH in recipe.steps:
             code = "import sys, torch; sys.exit(not torch.__version__.endswith('+cpu'))"
-            # a CUDA build would be gigabytes more, and not what is compared here
+            # Fails for a CUDA build, which is gigabytes larger and not what is compared.
             run(str(python), "-c", code)
     (folder / ".made").write_text(stamp_of(recipe))
     return python
 
 
 def versions(place: Path, engine: str) -> dict[str, str]:
-    """Package -> version, as installed in an engine's environment."""
-    shown = ("jax", "jaxlib") if engine == "quire" else RECIPES[engine].shown
+    """The versions of an engine's reported packages, as installed; empty if it is not."""
+    packages = ("jax", "jaxlib") if engine == "quire" else RECIPES[engine].shown
     code = (
         "import json, sys; from importlib.metadata import version; "
         "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
     )
     run = subprocess.run(
-        [python_of(place, engine), "-c", code, *shown], capture_output=True, text=True
+        [python_of(place, engine), "-c", code, *packages], capture_output=True, text=True
     )
     return json.loads(run.stdout) if run.returncode == 0 else {}

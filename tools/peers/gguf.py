@@ -1,8 +1,8 @@
-"""A GGUF file in Quire and in llama.cpp: `python -m tools.peers.gguf model.gguf`.
+"""Compare Quire and llama.cpp on a GGUF file: `python -m tools.peers.gguf model.gguf`.
 
-Prints how many greedy tokens are the same, up to the first that is not, and the pace of one answer
-in each. Where weights are quantised llama.cpp rounds the rows that meet them to eight bits, and
-Quire does not: answers part where two tokens are nearly as likely.
+Prints how many greedy tokens agree before the first difference, and each engine's decode rate for
+one request. With quantised weights, llama.cpp quantises activations to eight bits and Quire does
+not, so answers differ where two tokens are almost equally likely.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from . import envs
 
 PROMPTS = ["Once upon a time", "The capital of France is", "1 2 3 4", "def add(a, b):"]
 ENGINE = "llama.cpp"
-ROUNDS = 3  # answers that are timed, and the tokens of a short one
-FEW = 8
+ROUNDS = 3  # timed answers
+FEW = 8  # tokens of a short answer; the difference to a long one gives the decode time
 
 
 def main(
     file: Annotated[Path, typer.Argument(help="A GGUF file.")],
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Repeatable; four of ours without one.")
+        list[str] | None, typer.Option(help="Prompt; repeatable. Four built-in ones by default.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=FEW + 1, help="Tokens of each answer.")] = 96,
+    tokens: Annotated[int, typer.Option(min=FEW + 1, help="Number of tokens per answer.")] = 96,
     dtype: Annotated[
-        str, typer.Option(help="What Quire computes in: auto, float32 or bfloat16.")
+        str, typer.Option(help="Quire's compute dtype: auto, float32 or bfloat16.")
     ] = "auto",
     place: Annotated[
         Path | None, typer.Option("--envs", help="Folder of the peers' environments.")
@@ -42,67 +42,70 @@ def main(
     prompts = prompt or PROMPTS
     python = envs.make(place or envs.default_place(), ENGINE, lambda line: print(line, flush=True))
     child = Path(__file__).with_name("answer_gguf.py")
-    done = subprocess.run(
+    process = subprocess.run(
         [str(python), str(child), str(file.resolve()), json.dumps(prompts), str(tokens)],
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        raise SystemExit(f"llama.cpp failed: {done.stderr.strip()[-2000:]}")
-    theirs = json.loads(done.stdout.splitlines()[-1])
-    ours = run(file, prompts, tokens, dtype)
+    if process.returncode:
+        raise SystemExit(f"llama.cpp failed: {process.stderr.strip()[-2000:]}")
+    llama_cpp_result = json.loads(process.stdout.splitlines()[-1])
+    quire_result = run(file, prompts, tokens, dtype)
     print(
         "prompt".ljust(28), "its tokens".ljust(10), f"of {tokens} greedy tokens the same", sep="  "
     )
     for at, text in enumerate(prompts):
-        asked = "the same" if ours["asked"][at] == theirs["asked"][at] else "others"
+        tokenization = (
+            "the same" if quire_result["asked"][at] == llama_cpp_result["asked"][at] else "others"
+        )
         print(
             f"{text!r:.28}".ljust(28),
-            asked.ljust(10),
-            alike(ours["answers"][at], theirs["answers"][at]),
+            tokenization.ljust(10),
+            alike(quire_result["answers"][at], llama_cpp_result["answers"][at]),
             sep="  ",
         )
-    for name, found in (("Quire", ours), (ENGINE, theirs)):
+    for name, result in (("Quire", quire_result), (ENGINE, llama_cpp_result)):
         print(
-            f"{name}: {found['pace']:.1f} tokens/s for one request, ready after "
-            f"{found['start']:.1f} s"
+            f"{name}: {result['pace']:.1f} tokens/s for one request, ready after "
+            f"{result['start']:.1f} s"
         )
 
 
-def alike(mine: list[int], other: list[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+def alike(tokens: list[int], other_tokens: list[int]) -> int:
+    """The number of equal tokens before the first difference."""
     return next(
-        (at for at, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), len(mine)
+        (at for at, (a, b) in enumerate(zip(tokens, other_tokens, strict=True)) if a != b),
+        len(tokens),
     )
 
 
 def run(file: Path, prompts: list[str], count: int, dtype: str) -> dict:
-    """What Quire answers."""
+    """Run Quire: prompt tokens, answers, decode rate and startup time."""
     from quire import LLM, SamplingParams
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     llm = LLM(str(file), max_num_seqs=1, dtype=dtype)
-    start = time.perf_counter() - begun
+    start = time.perf_counter() - started
 
     def answer(prompt: str, tokens: int) -> tuple[list[int], list[int], float]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         llm.reset_prefix_cache()
-        begun = time.perf_counter()
-        (found,) = llm.generate([prompt], params, use_tqdm=False)
+        started = time.perf_counter()
+        (result,) = llm.generate([prompt], params, use_tqdm=False)
         return (
-            list(found.prompt_token_ids),
-            list(found.outputs[0].token_ids),
-            time.perf_counter() - begun,
+            list(result.prompt_token_ids),
+            list(result.outputs[0].token_ids),
+            time.perf_counter() - started,
         )
 
-    every = [answer(prompt, count) for prompt in prompts]
+    answers = [answer(prompt, count) for prompt in prompts]
     pace = max(
         (count - FEW) / (answer(prompts[0], count)[2] - answer(prompts[0], FEW)[2])
         for _ in range(ROUNDS)
     )
     return {
-        "asked": [one[0] for one in every],
-        "answers": [one[1] for one in every],
+        "asked": [answered[0] for answered in answers],
+        "answers": [answered[1] for answered in answers],
         "pace": pace,
         "start": start,
     }

@@ -1,8 +1,8 @@
-"""The streams of the GPU check through transformers, on the same GPU: `python -m
+"""Run the GPU check's serving load on transformers, on the same GPU: `python -m
 tools.peers.gpu_streams FOLDER`.
 
-FOLDER is the `--out` of `python -m quire.scripts.gpu.check`. Quire, torch and transformers share
-one environment here.
+FOLDER is the `--out` of `python -m quire.scripts.gpu.check`. Needs Quire, torch and transformers in
+one environment.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def main(
 
 
 def compare(checked: dict[str, Any], scale: CheckSizes, peer: Any) -> dict[str, Any]:
-    """Results by the peer's settings, and `times`: Quire's throughput over the peer's best."""
-    ours = checked["parts"].get("serving", {}).get("throughput", {}).get("output_throughput")
-    if ours is None:
+    """The peer's results by its settings, and `times`: Quire's throughput over the peer's best."""
+    quire_throughput = (
+        checked["parts"].get("serving", {}).get("throughput", {}).get("output_throughput")
+    )
+    if quire_throughput is None:
         raise SystemExit(
             "gpu_check.json has no throughput of Quire: run the check with its part `serving`"
         )
@@ -45,9 +47,10 @@ def compare(checked: dict[str, Any], scale: CheckSizes, peer: Any) -> dict[str, 
     for result in peer.run(scale.hf, prompts, scale.answer, scale.streams):
         results[result["what"]] = result
         print(f"{result['what']}: {result['output_throughput']:.0f} output tokens/s", flush=True)
-    times = ours / max(result["output_throughput"] for result in results.values())
+    times = quire_throughput / max(result["output_throughput"] for result in results.values())
     print(
-        f"Quire: {ours:.0f} output tokens/s, {times:.2f} times the best of these; to reach: 3 times"
+        f"Quire: {quire_throughput:.0f} output tokens/s, {times:.2f} times the best of these; to "
+        "reach: 3 times"
     )
     return results | {"times": times}
 

@@ -1,7 +1,7 @@
-"""The jobs and answers of a worker, and the loop that drives every engine which can be stepped.
+"""Data classes of a worker's jobs and answers, and the request loop for engines that can be
+stepped.
 
-Every runner imports this in its own environment: nothing but the standard library may be imported
-here.
+Every runner imports this module in its own environment, so it may import only the standard library.
 """
 
 import time
@@ -13,22 +13,22 @@ ADAPTER_RANK = 16
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How to load: the same limits for every engine."""
+    """How to load the model; the limits are the same for every engine."""
 
     model: str  # the folder with config.json, model.safetensors and tokenizer.json
-    prepared: str  # where this engine keeps its conversion of that folder
+    prepared: str  # folder for this engine's conversion of the model
     weights: str  # bf16, int8, int4 or q4_k_m
     max_len: int
     max_seqs: int
     threads: int
-    drafts: int = 0  # tokens that the text's own n-grams draft a step, at most
-    # folders of LoRA adapters of ADAPTER_RANK, which requests take in turn
+    drafts: int = 0  # maximum n-gram draft tokens per step
+    # Folders of LoRA adapters of rank ADAPTER_RANK, assigned to the requests in turn.
     adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TimedPrompt:
-    """A prompt, how many tokens to write, and when it arrives, in seconds from the start."""
+    """A prompt, the number of tokens to generate, and the arrival in seconds from the start."""
 
     prompt: list[int]
     count: int
@@ -49,8 +49,12 @@ def drive(
     add: Callable[[int, TimedPrompt], None],
     step: Callable[[], Iterable[tuple[int, list[int]]]],
 ) -> list[TimedTokens]:
-    """Add each request when its time comes and step until all are done; `step` yields (request, new
-    tokens).
+    """Add each request at its arrival time and step the engine until all are finished.
+
+    Args:
+        requests: The requests.
+        add: Called with (index, request) to queue a request in the engine.
+        step: Runs a step of the engine; yields (index of the request, new tokens).
     """
     answers = [TimedTokens() for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda index: requests[index].arrival)[::-1]

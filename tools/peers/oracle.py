@@ -1,4 +1,6 @@
-"""What drafts gain that are right as often as one wishes: `python -m tools.peers.oracle`."""
+"""Measure the speedup of speculative decoding with an oracle drafter of a chosen acceptance rate:
+`python -m tools.peers.oracle`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ PROMPT = 32  # random tokens
 
 
 class Oracle:
-    """Drafts what plain decoding said; each token is another one with a chance of 1 - `rate`."""
+    """A drafter that proposes the tokens of plain decoding, each made wrong with probability
+    1 - `rate`.
+    """
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], vocab: int):
-        self.answers, self.vocab, self.rate, self.rng = answers, vocab, 0.0, random.Random(0)
+        self.answers = answers
+        self.vocab = vocab
+        self.rate = 0.0
+        self.rng = random.Random(0)
 
-    def propose(self, seq, most: int) -> list[int]:
-        truth = self.answers[tuple(seq.tokens[: seq.num_prompt])][seq.num_output :][:most]
+    def propose(self, seq, max_drafts: int) -> list[int]:
+        truth = self.answers[tuple(seq.tokens[: seq.num_prompt])][seq.num_output :][:max_drafts]
         return [t if self.rng.random() < self.rate else (t + 1) % self.vocab for t in truth]
 
     def end(self, seq) -> None:
@@ -33,21 +40,21 @@ class Oracle:
 
 
 def main(
-    size: Annotated[
-        str, typer.Option(help=f"shape of the model: {', '.join(checkpoint.SIZES)}")
-    ] = "400m",
-    folder: Annotated[Path | None, typer.Option(help="where its random weights are kept")] = None,
-    rate: Annotated[
-        list[float] | None, typer.Option(help="share of drafts that is right; may be repeated")
+    size: Annotated[str, typer.Option(help=f"Model: {', '.join(checkpoint.SIZES)}.")] = "400m",
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder for the checkpoint with random weights.")
     ] = None,
-    drafts: Annotated[int, typer.Option(min=1, help="of a step")] = 4,
-    tokens: Annotated[int, typer.Option(min=8, help="of an answer")] = 96,
+    rate: Annotated[
+        list[float] | None, typer.Option(help="Acceptance rate of draft tokens; repeatable.")
+    ] = None,
+    drafts: Annotated[int, typer.Option(min=1, help="Draft tokens per step.")] = 4,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 96,
     rounds: Annotated[
-        int, typer.Option(min=1, help="answers of each kind, in turns; the median counts")
+        int, typer.Option(min=1, help="Answers with and without drafts; reports the median.")
     ] = 5,
 ):
-    """Print tokens a second of one request against plain decoding, beside what the formula and the
-    step times say.
+    """Print the speedup of one request over plain decoding, with the predictions by the acceptance
+    formula and by step times.
     """
     from quire import LLM, SamplingParams
     from quire.serving.engine.snapshot import take_snapshot
@@ -56,8 +63,8 @@ def main(
         raise typer.BadParameter(
             f"{size!r} is none of {', '.join(checkpoint.SIZES)}", param_hint="--size"
         )
-    own = folder or Path(tempfile.gettempdir()) / f"quire-{size}"
-    checkpoint.write(own, checkpoint.SIZES[size])
+    model_folder = folder or Path(tempfile.gettempdir()) / f"quire-{size}"
+    checkpoint.write(model_folder, checkpoint.SIZES[size])
     common = {
         "max_model_len": 512,
         "max_num_seqs": 4,
@@ -65,8 +72,8 @@ def main(
         "enable_prefix_caching": False,
     }
     config = {"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}
-    plain = LLM(str(own), **common)
-    drafting = LLM(str(own), **common, speculative_config=config)
+    plain_llm = LLM(str(model_folder), **common)
+    drafting_llm = LLM(str(model_folder), **common, speculative_config=config)
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompts = [[rng.randrange(3, checkpoint.VOCAB) for _ in range(PROMPT)] for _ in range(rounds)]
@@ -76,9 +83,9 @@ def main(
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         return list(output.outputs[0].token_ids), time.perf_counter() - began
 
-    answers = {tuple(prompt): ask(plain, prompt)[0] for prompt in prompts}
-    drafting.engine.speculator.host_drafter = oracle = Oracle(answers, checkpoint.VOCAB)
-    runner = drafting.engine.runner
+    answers = {tuple(prompt): ask(plain_llm, prompt)[0] for prompt in prompts}
+    drafting_llm.engine.speculator.host_drafter = oracle = Oracle(answers, checkpoint.VOCAB)
+    runner = drafting_llm.engine.runner
     table = Table(
         "a",
         "tokens/s",
@@ -89,26 +96,29 @@ def main(
         "foretold",
         "of it",
     )
-    ask(drafting, prompts[0])
-    for wanted in rate or [0.7, 0.9]:
-        oracle.rate, speeds, gains, before = wanted, [], [], take_snapshot(drafting.engine).drafts
+    ask(drafting_llm, prompts[0])
+    for acceptance_rate in rate or [0.7, 0.9]:
+        oracle.rate = acceptance_rate
+        speeds = []
+        gains = []
+        drafts_before = take_snapshot(drafting_llm.engine).drafts
         for prompt in prompts:
-            expected, one = ask(plain, prompt)
-            found, own_seconds = ask(drafting, prompt)
-            _, other = ask(plain, prompt)
-            assert found == expected, "drafts have changed an answer"
-            speeds.append(tokens / own_seconds)
-            gains.append((one + other) / 2 / own_seconds)
-        after = take_snapshot(drafting.engine).drafts
-        length = 1 + (sum(after.accepted) - sum(before.accepted)) / (
-            after.proposals - before.proposals
+            expected, seconds_before = ask(plain_llm, prompt)
+            draft_tokens, draft_seconds = ask(drafting_llm, prompt)
+            _, seconds_after = ask(plain_llm, prompt)
+            assert draft_tokens == expected, "drafts have changed an answer"
+            speeds.append(tokens / draft_seconds)
+            gains.append((seconds_before + seconds_after) / 2 / draft_seconds)
+        drafts_after = take_snapshot(drafting_llm.engine).drafts
+        length = 1 + (sum(drafts_after.accepted) - sum(drafts_before.accepted)) / (
+            drafts_after.proposals - drafts_before.proposals
         )
         runner.measure()
         steps = runner.seconds(1 + drafts, 1) / runner.seconds(1, 1)
-        formula = (1 - wanted ** (drafts + 1)) / (1 - wanted)
+        formula = (1 - acceptance_rate ** (drafts + 1)) / (1 - acceptance_rate)
         gain = statistics.median(gains)
         table.add_row(
-            f"{wanted}",
+            f"{acceptance_rate}",
             f"{statistics.median(speeds):.1f}",
             f"{gain:.2f}",
             f"{length:.2f}",
@@ -118,8 +128,8 @@ def main(
             f"{gain / (formula / steps):.0%}",
         )
     Console(width=110).print(table)
-    plain.close()
-    drafting.close()
+    plain_llm.close()
+    drafting_llm.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Medians, ratios and shares of the roof, as a table on the screen, as JSON and as Markdown."""
+"""Summary of the comparison (medians, ratios, roofline shares), as a terminal table and
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from statistics import median
 from .checkpoint import ModelShape
 from .work import WORKS, Workload
 
-Results = Mapping[tuple[str, str], list[dict]]  # (work, engine) -> a measurement a round
+Results = Mapping[tuple[str, str], list[dict]]  # (work, engine) -> a measurement per round
 Failures = Mapping[tuple[str, str], str]
 FIGURES = ("rate", "first", "decode", "seconds")
 NOTES = {
@@ -37,17 +39,17 @@ def summary(
     shape: ModelShape,
     bandwidth: float,
 ) -> dict:
-    """{work: {title, engines: {engine: medians and rounds, or why it failed}, best peer and Quire's
-    ratio to it}}.
+    """Summarise the results by workload: for each engine its medians and rounds, or the reason that
+    it failed; the best peer, and Quire's ratio to it.
     """
-    found = {
-        name: one_work(name, work, engines, results, failures, shape, bandwidth)
+    result_by_work = {
+        name: summarise_work(name, work, engines, results, failures, shape, bandwidth)
         for name, work in works.items()
     }
-    return {name: work for name, work in found.items() if work["engines"]}
+    return {name: work for name, work in result_by_work.items() if work["engines"]}
 
 
-def one_work(
+def summarise_work(
     name: str,
     work: Workload,
     engines: list[str],
@@ -58,15 +60,15 @@ def one_work(
 ) -> dict:
     moved = work.must_move(shape)
     rows: dict[str, dict] = {}
-    ours = (results.get((name, "quire")) or [{}])[0].get("tokens")
+    quire_tokens = (results.get((name, "quire")) or [{}])[0].get("tokens")
     for engine in engines:
         rounds = results.get((name, engine))
         if not rounds:
             if (name, engine) in failures:
                 rows[engine] = {"failed": failures[name, engine]}
-            continue  # no result and no failure: stopped before
+            continue  # neither result nor failure: the comparison was stopped before
         row: dict = {
-            key: median(each[key] for each in rounds)
+            key: median(measurement[key] for measurement in rounds)
             for key in FIGURES
             if rounds[0].get(key) is not None
         }
@@ -74,51 +76,54 @@ def one_work(
         if moved is not None:
             row["roof_share"] = moved / bandwidth / row["seconds"]
         if (
-            ours and "tokens" in rounds[0] and work.weights not in ("int4", "q4_k_m")
-        ):  # which each engine rounds in its own way
+            quire_tokens and "tokens" in rounds[0] and work.weights not in ("int4", "q4_k_m")
+        ):  # engines quantise these formats differently, so tokens are not comparable
             row["first_tokens_as_quire"] = [
-                sum(map(int.__eq__, ours, rounds[0]["tokens"])),
-                len(ours),
+                sum(map(int.__eq__, quire_tokens, rounds[0]["tokens"])),
+                len(quire_tokens),
             ]
         if (name, engine) in failures:
             row["failed_later"] = failures[name, engine]
-        row["rounds"] = [{key: each[key] for key in each if key != "tokens"} for each in rounds]
+        row["rounds"] = [
+            {key: measurement[key] for key in measurement if key != "tokens"}
+            for measurement in rounds
+        ]
         rows[engine] = row
-    found = {"title": work.title, "must_move": moved, "engines": rows}
+    result = {"title": work.title, "must_move": moved, "engines": rows}
     peers = {
         engine: row[work.by] for engine, row in rows.items() if engine != "quire" and work.by in row
     }
     if peers and work.by in rows.get("quire", {}):
         best = (max if work.by == "rate" else min)(peers, key=peers.__getitem__)
-        mine = rows["quire"][work.by]
-        found |= {
+        quire_value = rows["quire"][work.by]
+        result |= {
             "best_peer": best,
-            "ratio": mine / peers[best] if work.by == "rate" else peers[best] / mine,
+            "ratio": quire_value / peers[best] if work.by == "rate" else peers[best] / quire_value,
         }
-    return found
+    return result
 
 
-def shown(row: dict, by: str) -> str:
-    """The one figure of an engine at a work."""
+def figure_text(row: dict, by: str) -> str:
+    """The figure of an engine at a workload that the ratio compares."""
     if "failed" in row:
         return "failed"
     if "identical" in row:
         return f"{row['identical']} of {row['of']}"
-    return f"{row[by]:.1f}" if by == "rate" else seconds(row[by])
+    return f"{row[by]:.1f}" if by == "rate" else seconds_text(row[by])
 
 
-def seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def optional(value: float | None, show: Callable[[float], str]) -> str:
+def text_or_empty(value: float | None, show: Callable[[float], str]) -> str:
     return "" if value is None else show(value)
 
 
 def rich_table(report: dict):
-    """A row for every engine at every work.
+    """A table with a row for every engine at every workload.
 
-    Most first tokens equal Quire's, or an engine runs another model.
+    If most of an engine's first tokens differ from Quire's, it runs another model.
     """
     from rich.table import Table
 
@@ -149,10 +154,10 @@ def rich_table(report: dict):
             table.add_row(
                 title,
                 engine,
-                optional(row.get("rate"), "{:.1f}".format),
-                optional(row.get("first"), seconds),
-                optional(row.get("decode"), "{:.1f}".format),
-                optional(row.get("roof_share"), "{:.0%}".format),
+                text_or_empty(row.get("rate"), "{:.1f}".format),
+                text_or_empty(row.get("first"), seconds_text),
+                text_or_empty(row.get("decode"), "{:.1f}".format),
+                text_or_empty(row.get("roof_share"), "{:.0%}".format),
                 f"{row['identical']} of {row['of']}" if "identical" in row else "",
                 "{} of {}".format(*row["first_tokens_as_quire"])
                 if "first_tokens_as_quire" in row
@@ -163,8 +168,8 @@ def rich_table(report: dict):
 
 
 def markdown(report: dict) -> str:
-    """The table for the documentation: a row a work, a column an engine, the figure that the ratio
-    compares.
+    """The Markdown table for the documentation: a row per workload and a column per engine, with
+    the figure that the ratio compares.
     """
     engines = list(report["versions"])
     head = [
@@ -177,10 +182,11 @@ def markdown(report: dict) -> str:
     for name, work in report["works"].items():
         rows = work["engines"]
         cells = [
-            shown(rows[engine], WORKS[name].by) if engine in rows else "" for engine in engines
+            figure_text(rows[engine], WORKS[name].by) if engine in rows else ""
+            for engine in engines
         ]
-        ratio = optional(work.get("ratio"), "{:.2f}".format)
-        share = optional(rows.get("quire", {}).get("roof_share"), "{:.0%}".format)
+        ratio = text_or_empty(work.get("ratio"), "{:.2f}".format)
+        share = text_or_empty(rows.get("quire", {}).get("roof_share"), "{:.0%}".format)
         unit = ", tokens/s" if WORKS[name].kind == "serve" and WORKS[name].by == "rate" else ""
         lines.append(f"| {work['title']}{unit} | {' | '.join(cells)} | {ratio} | {share} |")
     lines += [
@@ -197,5 +203,5 @@ def markdown(report: dict) -> str:
         for engine, row in work["engines"].items()
         if "failed" in row
     }
-    lines += [f"- {engine} failed: {why}" for engine, why in failed]
+    lines += [f"- {engine} failed: {reason}" for engine, reason in failed]
     return "\n".join(lines) + "\n"

@@ -1,5 +1,5 @@
-"""llama.cpp through its C interface, batched as in its server: a token a running sequence, and
-chunks of prompts.
+"""Runner for llama.cpp through its C API, batched as in its server: each call has one token per
+running sequence, and chunks of prompts.
 """
 
 # pyright: reportMissingImports=false
@@ -59,8 +59,8 @@ OUTSIDE = {
     "norm": "output_norm.weight",
     "embedding_norm": "token_embd_norm.weight",
 }
-BATCH = 2048  # most tokens a call, and most at once: its own defaults
-ROWS = 512
+BATCH = 2048  # n_batch: maximum tokens per call; llama.cpp's default
+ROWS = 512  # n_ubatch: maximum tokens computed at once; llama.cpp's default
 
 
 def prepare(settings: LoadSettings) -> None:
@@ -68,18 +68,20 @@ def prepare(settings: LoadSettings) -> None:
         raise NotImplementedError("its adapters are not compared")
     folder = Path(settings.prepared)
     folder.mkdir(parents=True, exist_ok=True)
-    plain = folder / FILES["bf16"]
-    wanted = folder / FILES[settings.weights]
-    if not plain.is_file():
-        with publish(plain) as part:
-            write_gguf(Path(settings.model), part)
-    if not wanted.is_file():
+    bf16_path = folder / FILES["bf16"]
+    target_path = folder / FILES[settings.weights]
+    if not bf16_path.is_file():
+        with publish(bf16_path) as temporary_path:
+            write_gguf(Path(settings.model), temporary_path)
+    if not target_path.is_file():
         params = lib.llama_model_quantize_default_params()
         params.ftype = QUANTISED[settings.weights]
         params.nthread = settings.threads
-        with publish(wanted) as part:
-            if lib.llama_model_quantize(str(plain).encode(), str(part).encode(), params):
-                raise RuntimeError(f"llama_model_quantize failed on {plain}")
+        with publish(target_path) as temporary_path:
+            if lib.llama_model_quantize(
+                str(bf16_path).encode(), str(temporary_path).encode(), params
+            ):
+                raise RuntimeError(f"llama_model_quantize failed on {bf16_path}")
 
 
 @contextmanager
@@ -88,13 +90,13 @@ def publish(path: Path) -> Iterator[Path]:
 
     Quire's own `publish` cannot be imported here.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    yield part
-    part.replace(path)
+    temporary_path = path.with_name(f"{path.name}.{os.getpid()}")
+    yield temporary_path
+    temporary_path.replace(path)
 
 
 def write_gguf(model: Path, path: Path) -> None:
-    """The checkpoint as GGUF."""
+    """Convert the checkpoint to GGUF."""
     config = json.loads((model / "config.json").read_text())
     hybrid = config["model_type"] == "lfm2"
     writer = gguf.GGUFWriter(path, "lfm2" if hybrid else "llama")
@@ -127,22 +129,25 @@ def write_gguf(model: Path, path: Path) -> None:
         if hybrid
         else {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     )
-    for name, bits in together(tensors(model / "model.safetensors"), experts).items():
-        part = name.removesuffix(".weight").removeprefix("model.")
-        if part.startswith("layers."):
-            _, layer, inner = part.split(".", 2)
-            short = (LFM2 if hybrid else NAMES)[inner]
-            if short in heads:  # its rotation pairs neighbours, where the checkpoint pairs halves
+    for name, bits in stack_experts(read_tensors(model / "model.safetensors"), experts).items():
+        module_name = name.removesuffix(".weight").removeprefix("model.")
+        if module_name.startswith("layers."):
+            _, layer, inner = module_name.split(".", 2)
+            gguf_name = (LFM2 if hybrid else NAMES)[inner]
+            # llama.cpp's RoPE is interleaved, the checkpoint's split in halves
+            if gguf_name in heads:
                 rows, columns = bits.shape
                 bits = (
-                    bits.reshape(heads[short], 2, -1, columns).swapaxes(1, 2).reshape(rows, columns)
+                    bits.reshape(heads[gguf_name], 2, -1, columns)
+                    .swapaxes(1, 2)
+                    .reshape(rows, columns)
                 )
-            target = f"blk.{layer}.{short}.weight"
+            target = f"blk.{layer}.{gguf_name}.weight"
         else:
-            target = OUTSIDE[part]
+            target = OUTSIDE[module_name]
         if short_conv := target.endswith("shortconv.conv.weight"):
             bits = bits[:, 0]
-        # norms and routers are float32
+        # Norms and routers are stored in float32.
         if bits.ndim == 1 or short_conv or target.endswith("gate_inp.weight"):
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
@@ -157,7 +162,7 @@ def write_gguf(model: Path, path: Path) -> None:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, model: Path) -> None:
-    """Prompts are token ids, but a model without words is refused."""
+    """Add the vocabulary, without which llama.cpp rejects a model (prompts are token ids)."""
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
     special = {token["id"] for token in tokenizer["added_tokens"]}
@@ -175,30 +180,30 @@ def add_vocabulary(writer: gguf.GGUFWriter, model: Path) -> None:
     writer.add_eos_token_id(1)
 
 
-def tensors(path: Path) -> dict[str, np.ndarray]:
-    """The bf16 tensors of a safetensors file as their bits: numpy alone has no bf16."""
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Read the bf16 tensors of a safetensors file as uint16, because NumPy has no bf16."""
     data = np.memmap(path, np.uint8, "r")
     (size,) = struct.unpack("<Q", data[:8].tobytes())
     header = json.loads(data[8 : 8 + size].tobytes())
     header.pop("__metadata__", None)
-    found = {}
+    bits_by_name = {}
     for name, entry in header.items():
         start, end = (8 + size + offset for offset in entry["data_offsets"])
-        found[name] = data[start:end].view(np.uint16).reshape(entry["shape"])
-    return found
+        bits_by_name[name] = data[start:end].view(np.uint16).reshape(entry["shape"])
+    return bits_by_name
 
 
-def together(found: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
-    """The same with a layer's experts in one tensor."""
+def stack_experts(bits_by_name: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
+    """Stack the experts of each layer into one tensor."""
     first = ".block_sparse_moe.experts.0."
     stacked = {}
-    for name, bits in found.items():
+    for name, bits in bits_by_name.items():
         if first in name:
-            each = (
-                found[name.replace(first, f".block_sparse_moe.experts.{e}.")]
+            expert_bits = (
+                bits_by_name[name.replace(first, f".block_sparse_moe.experts.{e}.")]
                 for e in range(experts)
             )
-            stacked[name.replace(first, ".")] = np.stack(list(each))
+            stacked[name.replace(first, ".")] = np.stack(list(expert_bits))
         elif ".experts." not in name:
             stacked[name] = bits
     return stacked
@@ -226,7 +231,7 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
 
 
 def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt]):
-    """A context with room for the longest request in each of its sequences."""
+    """Parameters of a context with room for `seqs` sequences as long as the longest request."""
     longest = max(len(request.prompt) + request.count for request in requests)
     params = lib.llama_context_default_params()
     params.n_ctx = seqs * -(-(longest + settings.drafts) // 256) * 256
@@ -234,15 +239,15 @@ def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt
     params.n_ubatch = ROWS
     params.n_seq_max = seqs
     params.n_threads = params.n_threads_batch = settings.threads
-    # In one cache for all, short sequences batch three times better. Long ones lose more than that:
-    # each then attends to all others' positions too, masked.
+    # With one cache for all sequences, short ones batch three times better. Long ones lose more
+    # than that, because each also attends to all other sequences' positions, masked.
     params.kv_unified = longest <= 1024
     return params
 
 
 class Slots:
-    """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then
-    one token a call.
+    """Continuous batching: a request gets a free sequence; its prompt is prefilled in chunks in the
+    same calls that decode other sequences.
     """
 
     def __init__(
@@ -256,12 +261,12 @@ class Slots:
         self.free = list(range(seqs))
         self.queue: list[int] = []
         self.slots: dict[int, int] = {}  # request -> sequence
-        # tokens still to feed: the prompt, then the newest token and drafts
+        # Tokens not yet computed: the prompt, then the newest token and its drafts.
         self.rest: dict[int, list[int]] = {}
-        self.drafts: dict[int, list[int]] = {}  # the last of these
-        self.texts: dict[int, list[int]] = {}
-        self.place: dict[int, int] = {}  # the next position
-        self.left: dict[int, int] = {}
+        self.drafts: dict[int, list[int]] = {}  # draft tokens, the last of `rest`
+        self.texts: dict[int, list[int]] = {}  # prompt and output tokens
+        self.place: dict[int, int] = {}  # next position
+        self.left: dict[int, int] = {}  # tokens still to generate
 
     def run(self) -> list[TimedTokens]:
         return drive(self.requests, lambda index, request: self.queue.append(index), self.step)
@@ -269,13 +274,13 @@ class Slots:
     def step(self):
         while self.free and self.queue:
             index = self.queue.pop(0)
-            self.slots[index], self.place[index] = self.free.pop(), 0
-            self.rest[index], self.left[index] = (
-                list(self.requests[index].prompt),
-                self.requests[index].count,
-            )
-            self.texts[index], self.drafts[index] = list(self.requests[index].prompt), []
-        ends = {}
+            self.slots[index] = self.free.pop()
+            self.place[index] = 0
+            self.rest[index] = list(self.requests[index].prompt)
+            self.left[index] = self.requests[index].count
+            self.texts[index] = list(self.requests[index].prompt)
+            self.drafts[index] = []
+        output_rows = {}
         used = 0
         b = self.batch
         # decoding sequences come first
@@ -285,22 +290,26 @@ class Slots:
                 self.rest[index][BATCH - used :],
             )
             for token in fed:
-                b.token[used], b.pos[used], b.n_seq_id[used] = token, self.place[index], 1
-                b.seq_id[used][0], b.logits[used] = self.slots[index], 0
-                used, self.place[index] = used + 1, self.place[index] + 1
+                b.token[used] = token
+                b.pos[used] = self.place[index]
+                b.n_seq_id[used] = 1
+                b.seq_id[used][0] = self.slots[index]
+                b.logits[used] = 0
+                used = used + 1
+                self.place[index] = self.place[index] + 1
             if fed and not self.rest[index]:
-                ends[index] = range(used - 1 - len(self.drafts[index]), used)
-                for row in ends[index]:
+                output_rows[index] = range(used - 1 - len(self.drafts[index]), used)
+                for row in output_rows[index]:
                     b.logits[row] = 1
         b.n_tokens = used
         if lib.llama_decode(self.context, b):
             raise RuntimeError("llama_decode failed")
         memory = lib.llama_get_memory(self.context)
-        for index, rows in ends.items():
+        for index, rows in output_rows.items():
             tokens = self.accepted(rows, self.drafts[index])[: self.left[index]]
             self.texts[index] += tokens
             self.left[index] -= len(tokens)
-            self.place[index] -= len(rows) - len(tokens)  # drafts that were wrong
+            self.place[index] -= len(rows) - len(tokens)  # rejected drafts
             lib.llama_memory_seq_rm(memory, self.slots[index], self.place[index], -1)
             self.drafts[index] = self.draft(index)
             self.rest[index] = [tokens[-1], *self.drafts[index]]
@@ -310,7 +319,7 @@ class Slots:
             yield index, tokens
 
     def accepted(self, rows: range, drafts: list[int]) -> list[int]:
-        """The tokens of these rows, as far as the drafts say the same."""
+        """The greedy tokens of these rows, up to the first that differs from its draft."""
         tokens = []
         for row, draft in zip(rows, [*drafts, None], strict=True):
             logits = lib.llama_get_logits_ith(self.context, row)

@@ -1,5 +1,5 @@
-"""OpenVINO GenAI on the CPU: its continuous batching pipeline, stepped; weights compressed by its
-own exporter.
+"""Runner for OpenVINO GenAI on CPUs: its continuous batching pipeline, with weights compressed by
+its exporter.
 """
 
 # pyright: reportMissingImports=false
@@ -45,7 +45,7 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
     limits = genai.SchedulerConfig()
     limits.cache_size = 2  # GB
     limits.max_num_seqs = settings.max_seqs
-    # as Quire has it; with its own 256 long prompts wait longer
+    # The same as Quire; with OpenVINO's default of 256 long prompts take longer.
     limits.max_num_batched_tokens = 512
     limits.enable_prefix_caching = False
     pipeline = genai.ContinuousBatchingPipeline(

@@ -1,4 +1,4 @@
-"""Quire, in the environment that runs the comparison."""
+"""Runner for Quire, in the environment of the comparison itself."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from quire import LLM, LoRARequest, SamplingParams
 
 from .loop import ADAPTER_RANK, LoadSettings, TimedPrompt, TimedTokens, drive
 
-EIGHT = {"activation_dtype": "int8"}  # rows are rounded as llama.cpp and OpenVINO round them
+EIGHT = {"activation_dtype": "int8"}  # int8 activations, as in llama.cpp and OpenVINO
 WEIGHTS = {
     "bf16": {},
     "int8": {"quantization": "int8"},
@@ -18,9 +18,7 @@ WEIGHTS = {
 
 
 def prepare(settings: LoadSettings) -> None:
-    """Nothing: it reads the checkpoint, and quantises as it loads; Q4_K_M is the file that
-    llama.cpp has prepared.
-    """
+    """No-op: Quire quantises at load time; the Q4_K_M file is prepared by llama.cpp's runner."""
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:

@@ -1,6 +1,5 @@
-"""transformers on the CPU: static batches.
-
-Requests that arrive while one runs wait for it to end.
+"""Runner for transformers on CPUs, with static batching: requests that arrive during a batch wait
+for its end.
 """
 
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
@@ -15,7 +14,7 @@ from .loop import LoadSettings, TimedPrompt, TimedTokens
 
 
 class Clock(StoppingCriteria):
-    """Notes when each token is there; never stops."""
+    """Records the time of each token; never stops the generation."""
 
     def __init__(self):
         self.times: list[float] = []
@@ -37,10 +36,10 @@ def prepare(settings: LoadSettings) -> None:
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     torch.set_num_threads(settings.threads)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.bfloat16).eval()
-    model.generation_config.eos_token_id = None  # EOS is a token like any other
+    model.generation_config.eos_token_id = None  # ignore EOS
 
     def batch(requests: list[TimedPrompt]) -> tuple[torch.Tensor, list[float]]:
-        """One batch, padded on the left; all run as long as the longest."""
+        """Generate one batch, padded on the left; returns (tokens, time of each step)."""
         longest = max(len(r.prompt) for r in requests)
         count = max(r.count for r in requests)
         ids = torch.zeros(len(requests), longest, dtype=torch.long)
@@ -63,12 +62,12 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
         while waiting:
             time.sleep(max(0.0, requests[waiting[0]].arrival - (time.perf_counter() - start)))
             now = time.perf_counter() - start
-            here = [index for index in waiting if requests[index].arrival <= now][
+            arrived = [index for index in waiting if requests[index].arrival <= now][
                 : settings.max_seqs
             ]
-            waiting = [index for index in waiting if index not in here]
-            tokens, times = batch([requests[index] for index in here])
-            for row, index in enumerate(here):
+            waiting = [index for index in waiting if index not in arrived]
+            tokens, times = batch([requests[index] for index in arrived])
+            for row, index in enumerate(arrived):
                 count = requests[index].count
                 answers[index] = TimedTokens(
                     times[0] - start, times[count - 1] - start, tokens[row, :count].tolist()

@@ -1,8 +1,7 @@
-"""vLLM on the CPU. int8 and int4 are checkpoints in the compressed-tensors form that `quire
-quantize` wrote.
+"""Runner for vLLM on CPUs. int8 and int4 are compressed-tensors checkpoints by `quire quantize`.
 
-int8 is W8A8: a scale a row, activations scaled a token as they come. int4 is W4A16 in groups of
-128. The embedding, which is also the head, stays bf16.
+int8 is W8A8 with per-channel weight scales and dynamic per-token activation scales; int4 is W4A16
+with groups of 128. The embedding, tied to the LM head, stays bf16.
 """
 
 # pyright: reportMissingImports=false
@@ -14,7 +13,7 @@ from .loop import ADAPTER_RANK, LoadSettings, TimedPrompt, TimedTokens, drive
 
 
 def prepare(settings: LoadSettings) -> None:
-    """`checkpoint.quantise` has written what it reads, in the environment of Quire."""
+    """Only check the format: `checkpoint.quantise` has written the checkpoint already."""
     if settings.weights not in ("bf16", "int8", "int4"):
         raise NotImplementedError(f"{settings.weights} is not compared")
 

@@ -1,4 +1,4 @@
-"""Engines in turns: all processes but that of the engine at work are stopped."""
+"""Runs engines in turns; the processes of all other engines are stopped meanwhile (SIGSTOP)."""
 
 import contextlib
 import json
@@ -19,26 +19,26 @@ from .envs import python_of
 from .loop import LoadSettings, TimedPrompt
 from .work import Workload
 
-SHORT = 8  # tokens of a warm-up
+SHORT = 8  # maximum output tokens of a warm-up request
 
 
 class EngineFailure(RuntimeError):
-    """Why an engine cannot go on, in a line."""
+    """An engine failed; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all turns share."""
+    """Settings of the comparison."""
 
-    place: Path  # environments, checkpoints and logs
-    settings: LoadSettings  # `prepared` and `weights` are set for each engine and group
-    limit: float  # seconds that a worker may take over a job
+    place: Path  # folder of environments, checkpoints and logs
+    settings: LoadSettings  # `prepared` and `weights` are replaced for each engine and workload
+    limit: float  # timeout of a worker's job in seconds
 
 
 class EngineProcess:
-    """The process of one engine.
+    """The worker process of one engine.
 
-    Between jobs it is stopped, so that its idle threads cost the others nothing.
+    It is stopped (SIGSTOP) between jobs, so that its idle threads take no CPU time from others.
     """
 
     def __init__(self, engine: str, bench: Bench):
@@ -61,7 +61,7 @@ class EngineProcess:
             + os.pathsep
             + os.environ.get("PATH", "")
         )
-        # tools beside the interpreter
+        # PATH has the command-line tools of the peer's environment.
         env = os.environ if engine == "quire" else os.environ | peer | {"PATH": path}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -74,7 +74,7 @@ class EngineProcess:
             )
 
     def ask(self, **job) -> dict:
-        """Do a job; the process runs for that long only."""
+        """Run a job and return the worker's answer; the process runs only during the job."""
         self.signal(signal.SIGCONT)
         try:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -95,7 +95,7 @@ class EngineProcess:
         return answer
 
     def last_words(self) -> str:
-        """How a process ended that closed its end of the pipe."""
+        """How the worker process ended, with the last line of its log."""
         lines = [
             line.strip()
             for line in self.log.read_text(errors="replace").splitlines()
@@ -112,7 +112,7 @@ class EngineProcess:
         return self.ask(op="run", requests=[asdict(request) for request in requests])["answers"]
 
     def signal(self, number: int) -> None:
-        """To the whole group: an engine may have processes of its own, which can outlive the
+        """Send a signal to the process group: engines may have child processes that outlive the
         worker.
         """
         with contextlib.suppress(ProcessLookupError):
@@ -126,47 +126,47 @@ class EngineProcess:
 
 
 def command(place: Path, engine: str) -> list[str]:
-    """How a worker is started: by its path, since the environments of peers have neither Quire nor
-    these tools.
+    """The command line of a worker. It is run by its path, because the environments of peers
+    contain neither Quire nor these tools.
     """
     return [str(python_of(place, engine)), "-P", str(Path(__file__).with_name("worker.py")), engine]
 
 
 def start(engine: str, work: Workload, bench: Bench) -> EngineProcess:
-    """A process that has loaded, after another one has prepared what it loads."""
+    """Prepare and load an engine; returns its worker process."""
     prepare(engine, work, bench)
     worker = EngineProcess(engine, bench)
     try:
-        worker.ask(op="load", settings=asdict(settings_of(engine, work, bench)))
-    except BaseException:  # Ctrl-C too: nobody else knows of this process yet
+        worker.ask(op="load", settings=asdict(load_settings(engine, work, bench)))
+    except BaseException:  # also on Ctrl-C: the caller does not have the process yet
         worker.close()
         raise
     return worker
 
 
 def prepare(engine: str, work: Workload, bench: Bench) -> None:
-    """In a process of its own: converting leaves memory behind that serving should not pay for."""
+    """Convert the model in a separate process, whose memory would otherwise burden serving."""
     worker = EngineProcess(engine, bench)
     try:
-        worker.ask(op="prepare", settings=asdict(settings_of(engine, work, bench)))
+        worker.ask(op="prepare", settings=asdict(load_settings(engine, work, bench)))
     finally:
         worker.close()
 
 
-def settings_of(engine: str, work: Workload, bench: Bench) -> LoadSettings:
+def load_settings(engine: str, work: Workload, bench: Bench) -> LoadSettings:
     prepared = Path(bench.settings.model).parent / engine
     adapters = tuple(
         str(checkpoint.adapter_folder(bench.settings.model, n)) for n in range(work.adapters)
     )
-    own = {"weights": work.weights, "drafts": work.drafts, "adapters": adapters}
-    return replace(bench.settings, prepared=str(prepared), **own)
+    work_settings = {"weights": work.weights, "drafts": work.drafts, "adapters": adapters}
+    return replace(bench.settings, prepared=str(prepared), **work_settings)
 
 
 def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> dict:
-    """One engine's turn at a work."""
+    """Run a workload once on an engine; returns the measurement."""
     requests = work.requests(turn)
     if work.kind == "start":
-        settings = asdict(settings_of(worker.engine, work, bench))
+        settings = asdict(load_settings(worker.engine, work, bench))
         started = time.perf_counter()
         fresh = EngineProcess(worker.engine, bench)
         try:
@@ -175,7 +175,7 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
             return {"first": time.perf_counter() - started}
         finally:
             fresh.close()
-    if not turn:  # compiles and packs whatever is compiled or packed at first use
+    if not turn:  # warm up: engines compile or pack weights at first use
         warm = [
             replace(request, count=min(request.count, SHORT), arrival=0.0)
             for request in work.requests(-1)
@@ -188,13 +188,13 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
             "identical": sum(a == b for a, b in zip(alone, together, strict=True)),
             "of": len(requests),
         }
-    with neighbours(work.busy):
+    with busy_processes(work.busy):
         return figures(requests, worker.run(requests))
 
 
 @contextlib.contextmanager
-def neighbours(count: int):
-    """So many processes that compute all the time, until the end."""
+def busy_processes(count: int):
+    """Context in which `count` other processes keep CPU cores busy."""
     busy = [
         subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
     ]
@@ -207,9 +207,8 @@ def neighbours(count: int):
 
 
 def figures(requests: list[TimedPrompt], answers: list[dict]) -> dict:
-    """What one run comes to.
-
-    `first` and `decode` are the medians over its requests, `rate` is of all together.
+    """The figures of one run: total seconds and `rate`; `first` (TTFT) and `decode` (tokens per
+    second after the first) are medians over the requests.
     """
     for request, answer in zip(requests, answers, strict=True):
         if len(answer["tokens"]) != request.count:
@@ -227,20 +226,20 @@ def figures(requests: list[TimedPrompt], answers: list[dict]) -> dict:
         "rate": sum(request.count for request in requests) / seconds,
         "first": median(a["first"] - r.arrival for r, a in zip(requests, answers, strict=True)),
         "decode": median(count / span for span, count in spans) if spans else None,
-        # to see that all engines run the same model
+        # First tokens, to check that all engines run the same model.
         "tokens": [answer["tokens"][0] for answer in answers],
     }
 
 
-def brief(done: dict) -> str:
-    if "identical" in done:
-        return f"{done['identical']} of {done['of']} identical"
-    rate = f"{done['rate']:.1f} tokens/s, " if "rate" in done else ""
-    return f"{rate}first token after {done['first']:.3f} s"
+def measurement_text(measurement: dict) -> str:
+    if "identical" in measurement:
+        return f"{measurement['identical']} of {measurement['of']} identical"
+    rate = f"{measurement['rate']:.1f} tokens/s, " if "rate" in measurement else ""
+    return f"{rate}first token after {measurement['first']:.3f} s"
 
 
-def loads(work: Workload) -> tuple[str, ...]:
-    """What an engine must have loaded for a work."""
+def load_group(work: Workload) -> tuple[str, ...]:
+    """What an engine must load for a workload: weights, drafts and adapters."""
     drafts = f"{work.drafts} drafts"
     adapters = f"{work.adapters} adapters"
     return work.weights, *[drafts] * bool(work.drafts), *[adapters] * bool(work.adapters)
@@ -252,23 +251,33 @@ def play(
     bench: Bench,
     rounds: int,
     note: Callable[[str], None],
-    between: Callable[[], None] = lambda: None,
+    before_round: Callable[[], None] = lambda: None,
 ) -> tuple[dict[tuple[str, str], list[dict]], dict[tuple[str, str], str]]:
-    """({(work, engine): a measurement a round}, {(work, engine): why it failed}); `between` is
-    called every round.
+    """Run all workloads on all engines for several rounds.
 
-    An engine that fails at a work is left out of that work from then on, and its process is started
-    anew. When stopped, this returns what was measured until then.
+    An engine that fails at a workload skips it in later rounds, and its process is restarted. If
+    interrupted, returns the measurements so far.
+
+    Args:
+        works: The workloads by name.
+        engines: Names of the engines.
+        bench: Settings of the comparison.
+        rounds: Number of rounds.
+        note: Called with progress messages.
+        before_round: Called before each round.
+
+    Returns:
+        ({(work, engine): a measurement per round}, {(work, engine): reason of the failure}).
     """
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        for loaded in dict.fromkeys(map(loads, works.values())):
-            group = {name: work for name, work in works.items() if loads(work) == loaded}
+        for loaded in dict.fromkeys(map(load_group, works.values())):
+            group = {name: work for name, work in works.items() if load_group(work) == loaded}
             workers: dict[str, EngineProcess] = {}
             try:
                 for turn in range(rounds):
-                    between()
+                    before_round()
                     first = turn % len(engines)  # no engine is always the first
                     for name, engine in product(group, engines[first:] + engines[:first]):
                         if (name, engine) in failures or (
@@ -279,22 +288,25 @@ def play(
                             if engine not in workers:
                                 note(f"{engine} loads ({', '.join(loaded)})")
                                 workers[engine] = start(engine, group[name], bench)
-                            done = measure(workers[engine], group[name], turn, bench)
+                            measurement = measure(workers[engine], group[name], turn, bench)
                         except EngineFailure as error:
-                            hit = (
+                            failed_works = (
                                 [name] if engine in workers else list(group)
                             )  # what cannot load cannot do any of these
                             failures |= {
-                                (each, engine): str(error)
-                                for each in hit
-                                if (each, engine) not in failures
+                                (work_name, engine): str(error)
+                                for work_name in failed_works
+                                if (work_name, engine) not in failures
                             }
                             note(f"{name}: {engine} failed: {error}")
                             if engine in workers:
                                 workers.pop(engine).close()
                         else:
-                            results.setdefault((name, engine), []).append(done)
-                            note(f"round {turn + 1}, {name}: {engine} {brief(done)}")
+                            results.setdefault((name, engine), []).append(measurement)
+                            note(
+                                f"round {turn + 1}, {name}: {engine} "
+                                f"{measurement_text(measurement)}"
+                            )
             finally:
                 for worker in workers.values():
                     worker.close()

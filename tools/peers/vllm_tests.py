@@ -1,9 +1,9 @@
-"""vLLM's own server tests, as they are, against `quire serve`: `python -m tools.peers.vllm_tests
+"""Run vLLM's server tests unchanged against `quire serve`: `python -m tools.peers.vllm_tests
 SOURCE`.
 
-SOURCE is a folder of vLLM's source, such as its sdist unpacked; needs pytest-asyncio, transformers
-and what the tests import. The model is the bundled one under the name that a test asks for. What a
-test takes from vLLM's own code is not there: such a test is skipped when it uses it.
+SOURCE is a folder with vLLM's source, such as its unpacked sdist. Needs pytest-asyncio,
+transformers and the other imports of the tests. The bundled model is served under the name that a
+test requests. Imports of vLLM's own code are replaced by stubs; a test that uses one is skipped.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import pytest
 
 from quire.scripts.tables import table
 
-FILES = (  # of text models that generate, under tests/entrypoints
+FILES = (  # tests of text generation models, under tests/entrypoints
     "openai/completion/test_completion.py",
     "openai/completion/test_prompt_validation.py",
     "openai/chat_completion/test_chat.py",
@@ -44,7 +44,7 @@ FILES = (  # of text models that generate, under tests/entrypoints
     "serve/tokenize/test_tokenization.py",
     "serve/instrumentator/test_basic.py",
 )
-BOTH = (  # flags that both have
+BOTH = (  # flags that both vLLM and Quire have
     "--enable-prompt-tokens-details",
     "--enable-auto-tool-choice",
     "--no-enable-prefix-caching",
@@ -57,41 +57,41 @@ BOTH = (  # flags that both have
     "--enable-force-include-usage",
     "--enable-per-request-metrics",
 )
-CHOSEN = "not load_prompt_embeds"  # those call vLLM's functions with mocks
+CHOSEN = "not load_prompt_embeds"  # excludes tests that call vLLM's functions with mocks
 KEY = "token-abc123"
-TURNS = (  # as the bundled model has them, and a place for tools, which it was not taught
+TURNS = (  # the bundled model's chat template, plus tools, on which it was not trained
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
     "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Random weights seldom end by themselves, which the tests count on.
+# Random weights rarely generate EOS, which the tests rely on.
 SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0", "--load-format", "dummy")
 
 
-class Absent(type):
-    """A name of vLLM's own code, good enough to be imported, annotated with and caught."""
+class VllmStub(type):
+    """A stub for a name in vLLM's code that can be imported, used in annotations and caught."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         pytest.skip(f"needs vLLM's own {cls.__name__}")
 
-    def __add__(cls, other: Any) -> Any:
+    def __add__(cls, operand: Any) -> Any:
         return cls()
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return absent(f"{cls.__name__}.{name}")
+        return make_stub(f"{cls.__name__}.{name}")
 
 
-def absent(name: str) -> Any:
-    return Absent(name, (Exception,), {})
+def make_stub(name: str) -> Any:
+    return VllmStub(name, (Exception,), {})
 
 
 class Substitutes(Loader, MetaPathFinder):
-    """Modules in place of vLLM's, and of the helpers of its tests."""
+    """An importer that replaces vLLM's modules and the helpers of its tests."""
 
-    def __init__(self, given: dict[str, dict[str, Any]]):
-        self.given = given
+    def __init__(self, replacements: dict[str, dict[str, Any]]):
+        self.given = replacements
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname in self.given or fullname.partition(".")[0] == "vllm":
@@ -101,45 +101,47 @@ class Substitutes(Loader, MetaPathFinder):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         vars(module).update(self.given.get(name, {}))
-        vars(module)["__getattr__"] = lambda own: (
-            absent(f"{name}.{own}") if own[:2] != "__" else None
+        vars(module)["__getattr__"] = lambda attribute: (
+            make_stub(f"{name}.{attribute}") if attribute[:2] != "__" else None
         )
 
 
-def options_of(args: Sequence[str]) -> dict[str, list[str]]:
-    """Flags with the words that follow each."""
-    found: dict[str, list[str]] = {}
+def parse_flags(args: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each flag in a command line."""
+    values_by_flag: dict[str, list[str]] = {}
     values: list[str] = []
     for word in args:
         if word.startswith("--"):
             name, is_given, value = word.partition("=")
-            values = found[name] = [value] if is_given else []
+            values = values_by_flag[name] = [value] if is_given else []
         else:
             values.append(word)
-    return found
+    return values_by_flag
 
 
-def tokenizer(*_: Any, **__: Any) -> Any:
-    """What the tests count tokens with."""
+def get_tokenizer(*_: Any, **__: Any) -> Any:
+    """The tokenizer with which the tests count tokens."""
     from quire.model.checkpoint import hub
 
     return import_module("transformers").AutoTokenizer.from_pretrained(hub.resolve(None))
 
 
 class RemoteOpenAIServer:
-    """`quire serve` with those of a test's flags that it has."""
+    """A stand-in for vLLM's test helper: runs `quire serve` with the flags that Quire supports."""
 
     DUMMY_API_KEY = KEY
 
     def __init__(
         self, model: str, args: Sequence[str], env_dict: dict[str, str] | None = None, **_: Any
     ):
-        given = options_of(args)
-        flags = [word for flag, values in given.items() if flag in BOTH for word in (flag, *values)]
-        names = given.get("--served-model-name", [model])
+        flags_given = parse_flags(args)
+        flags = [
+            word for flag, values in flags_given.items() if flag in BOTH for word in (flag, *values)
+        ]
+        names = flags_given.get("--served-model-name", [model])
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
-        [longest] = given.get("--max-model-len", ["8192"])
+        [longest] = flags_given.get("--max-model-len", ["8192"])
         flags += [
             "--max-model-len",
             longest,
@@ -158,7 +160,7 @@ class RemoteOpenAIServer:
         ready = next((line for line in lines if line.startswith("ready: ")), None)
         if ready is None:
             pytest.fail("the server did not start")
-        # so that it can go on writing
+        # Drains stderr, so that the server does not block.
         threading.Thread(target=lambda: [None for _ in lines], daemon=True).start()
         self.url_root = ready.removeprefix("ready: ").strip()
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
@@ -172,8 +174,8 @@ class RemoteOpenAIServer:
         self.process.wait(30)
         self.folder.cleanup()
 
-    def url_for(self, *parts: str) -> str:
-        return "/".join([self.url_root, *parts])
+    def url_for(self, *segments: str) -> str:
+        return "/".join([self.url_root, *segments])
 
     def get_client(self, **chosen: Any) -> Any:
         from openai import OpenAI
@@ -205,7 +207,7 @@ class RemoteOpenAIServer:
 
 
 class Count:
-    """How the tests of each file ended."""
+    """A pytest plugin that counts the outcomes of each file's tests."""
 
     def __init__(self) -> None:
         self.ended: dict[str, Counter[str]] = defaultdict(Counter)
@@ -234,46 +236,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="a folder of vLLM's source")
+    parser.add_argument("source", type=Path, help="folder with vLLM's source")
     parser.add_argument(
         "files",
         nargs="*",
         default=FILES,
-        help="of tests/entrypoints (default: those of text models)",
+        help="test files under tests/entrypoints (default: those for text generation models)",
     )
     parser.add_argument(
-        "-k", dest="some", default=CHOSEN, help="tests whose names match, as pytest has it"
+        "-k", dest="some", default=CHOSEN, help="expression that selects tests, as in pytest"
     )
-    given = parser.parse_args()
-    tests = given.source / "tests" / "entrypoints"
-    for file in given.files:
+    args = parser.parse_args()
+    tests = args.source / "tests" / "entrypoints"
+    for file in args.files:
         if not (tests / file).is_file():
             parser.error(f"{tests / file} is not there")
-    sys.path.insert(0, str(given.source))
+    sys.path.insert(0, str(args.source))
     helpers = {
         "RemoteOpenAIServer": RemoteOpenAIServer,
         "ROCM_EXTRA_ARGS": [],
         "ROCM_ENV_OVERRIDES": {},
     }
     sys.meta_path.insert(
-        0, Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": tokenizer}})
+        0,
+        Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": get_tokenizer}}),
     )
     count = Count()
     fixtures = [f"-ptests.entrypoints.{name}" for name in ("conftest", "openai.responses.conftest")]
     options = [
         "-q", "--noconftest", "--continue-on-collection-errors", "--tb=no", "--no-header",
-        "-pno:cacheprovider", "-oaddopts=", "-k", given.some,
+        "-pno:cacheprovider", "-oaddopts=", "-k", args.some,
     ]  # fmt: skip
-    files = [str(tests / file) for file in given.files]
+    files = [str(tests / file) for file in args.files]
     pytest.main(
-        [*fixtures, *options, f"--rootdir={given.source}", "-c/dev/null", *files], plugins=[count]
+        [*fixtures, *options, f"--rootdir={args.source}", "-c/dev/null", *files], plugins=[count]
     )
     kinds = ("passed", "failed", "skipped", "not read")
     rows = [(file, *(ended[kind] for kind in kinds)) for file, ended in sorted(count.ended.items())]
     rows.append(("all", *(sum(ended[kind] for ended in count.ended.values()) for kind in kinds)))
     print(table(("file", *kinds), rows))
-    for name, why in count.failed:
-        print(f"\n{name}\n    {why}")
+    for name, reason in count.failed:
+        print(f"\n{name}\n    {reason}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The works: the same prompts, lengths and arrivals for every engine, drawn from the seed of the
-round.
-"""
+"""The workloads: the same prompts, lengths and arrivals for every engine, from a seed per round."""
 
 import random
 from dataclasses import dataclass
@@ -8,54 +6,49 @@ from dataclasses import dataclass
 from .checkpoint import BYTES_A_WEIGHT, VOCAB, ModelShape
 from .loop import TimedPrompt
 
-# requests a second, where arrivals are spread: about as many as the faster engines can serve
+# Requests per second in workloads with spread arrivals: about what the faster engines can serve.
 RATE = 8.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A row of the comparison.
-
-    `kind` is serve, start (a fresh process to its first token) or invariance.
-    """
+    """A workload, which is a row of the comparison."""
 
     title: str
-    count: int
-    prompt: tuple[int, int]  # shortest and longest, drawn evenly
-    output: tuple[int, int]
-    weights: str = "bf16"
-    kind: str = "serve"
-    spread: bool = False
-    drafts: int = 0  # tokens that the text's own n-grams draft a step
-    phrases: int = 1  # that a prompt says, one like the other
-    adapters: int = 0  # of low rank, which the requests take in turn
-    busy: int = 0  # processes that compute beside it and have nothing to do with it
-    # what the ratio compares: output tokens a second, or first: the time to the first token
+    count: int  # number of requests
+    prompt: tuple[int, int]  # minimum and maximum prompt tokens, uniformly distributed
+    output: tuple[int, int]  # minimum and maximum output tokens
+    weights: str = "bf16"  # weight format
+    kind: str = "serve"  # serve, start (process start to first token) or invariance
+    spread: bool = False  # Poisson arrivals at RATE instead of all at once
+    drafts: int = 0  # n-gram draft tokens per step
+    phrases: int = 1  # number of times that a prompt repeats a phrase
+    adapters: int = 0  # LoRA adapters, assigned to the requests in turn
+    busy: int = 0  # unrelated processes that keep CPU cores busy
+    # Figure that the ratio compares: rate (output tokens per second) or first (TTFT).
     by: str = "rate"
 
     def requests(self, seed: int) -> list[TimedPrompt]:
-        """The requests of a round; arrivals and lengths are the same in every round, the tokens
-        differ.
-        """
+        """The requests of a round; rounds differ in the tokens, not in arrivals and lengths."""
         plan = random.Random(self.title)
         tokens = random.Random(f"{self.title} {seed}")
-        found = []
+        timed_prompts = []
         now = 0.0
         for _ in range(self.count):
             length = plan.randint(*self.prompt)
             phrase = [tokens.randrange(300, VOCAB) for _ in range(-(-length // self.phrases))]
-            found.append(
+            timed_prompts.append(
                 TimedPrompt((phrase * self.phrases)[:length], plan.randint(*self.output), now)
             )
             now += plan.expovariate(RATE) if self.spread else 0.0
-        return found
+        return timed_prompts
 
     def must_move(self, shape: ModelShape) -> float | None:
-        """Bytes that any engine must read: the weights once a step, and the keys and values of each
-        position before.
+        """The minimum bytes to read: the weights once per step, and the KV cache of all positions
+        before.
 
-        None where the engine chooses the number of steps, where arithmetic is the limit, or others
-        use the memory.
+        None if there is no such bound: the engine chooses the number of steps, the workload is
+        compute-bound, or other processes use the memory.
         """
         if (
             self.kind != "serve"
@@ -68,8 +61,13 @@ class Workload:
             return None
         requests = self.requests(0)
         steps = max(request.count for request in requests)
-        kept = sum(len(request.prompt) + i for request in requests for i in range(1, request.count))
-        return steps * shape.read(self.count) * BYTES_A_WEIGHT[self.weights] + kept * shape.kv_bytes
+        cached_positions = sum(
+            len(request.prompt) + i for request in requests for i in range(1, request.count)
+        )
+        return (
+            steps * shape.read(self.count) * BYTES_A_WEIGHT[self.weights]
+            + cached_positions * shape.kv_bytes
+        )
 
 
 WORKS = {

@@ -1,8 +1,8 @@
-"""One engine in its own process: reads a job a line from stdin and answers each with a line on
-stdout.
+"""Worker process of one engine: reads jobs from stdin and writes answers to stdout, a JSON object
+per line.
 
-The engine's own interpreter runs it by its path: `python -P .../worker.py vllm`.
-Whatever the engine prints goes to stderr.
+The engine's own interpreter runs it by its path: `python -P .../worker.py vllm`. The engine's
+output goes to stderr.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-if not __package__:  # run by its path: a peer's own packages come first, ours last
+if not __package__:  # run by its path: the peer's packages precede these tools on sys.path
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     __package__ = "peers"
 
@@ -29,7 +29,7 @@ RUNNERS = {
 
 
 def reply(runner, state: dict, job: dict) -> dict:
-    """Do one job: `prepare` and `load` take LoadSettings, `run` takes requests."""
+    """Run one job: `prepare` and `load` take LoadSettings, `run` takes requests."""
     if job["op"] == "prepare":
         runner.prepare(LoadSettings(**job["settings"]))
         return {}
@@ -42,7 +42,7 @@ def reply(runner, state: dict, job: dict) -> dict:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print, in Python or in C, must not mix with the answers
+    os.dup2(2, 1)  # redirects output of libraries, in Python or C, away from the answers
     state: dict = {}
     runner = None
     for line in sys.stdin:

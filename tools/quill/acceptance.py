@@ -1,4 +1,6 @@
-"""How much of the drafts is right, beside the formula: `python -m tools.quill.acceptance`."""
+"""Measure draft acceptance on quill's tasks, against the formula: `python -m
+tools.quill.acceptance`.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from .eval import LONGEST
 from .tasks import fresh
 
 DRAFTS = 4
-# whose distributions are those of a model that can be asked for them
+# Drafters whose distributions can be computed, because they are models themselves.
 DRAWN = "draft_model", "self, int8-weights"
 
 
 class Verified(Observer):
-    """Counts what became of drafts."""
+    """An engine observer that records the length and accepted tokens of each proposal."""
 
     def __init__(self):
-        self.lengths: list[int] = []  # of the proposals
-        self.right: list[int] = []
+        self.lengths: list[int] = []  # draft tokens of each proposal
+        self.right: list[int] = []  # accepted tokens of each proposal
 
     def observe(self, record: StepRecord) -> None:
         for output in record.result.outputs if record.result else ():
@@ -35,39 +37,35 @@ class Verified(Observer):
 
     @property
     def rate(self) -> float:
-        """The chance that a draft is right if those before it are."""
-        right, missed = (
-            sum(self.right),
-            sum(n < k for n, k in zip(self.right, self.lengths, strict=True)),
-        )
+        """The probability that a draft token is accepted if all before it are."""
+        right = sum(self.right)
+        missed = sum(n < k for n, k in zip(self.right, self.lengths, strict=True))
         return right / max(right + missed, 1)
 
     @property
     def first(self) -> float:
-        """The chance that the first one is."""
+        """The probability that a proposal's first draft token is accepted."""
         return sum(n > 0 for n in self.right) / max(len(self.right), 1)
 
     @property
     def measured(self) -> float:
-        """Tokens a step."""
+        """Mean tokens per step."""
         return 1 + sum(self.right) / max(len(self.right), 1)
 
     @property
     def expected(self) -> float:
-        """The same by (1 - a^(k+1)) / (1 - a) for the k drafts of each step."""
+        """Expected tokens per step by (1 - a^(k+1)) / (1 - a), for k draft tokens in each step."""
         return float(
             np.mean([sum(self.rate**i for i in range(k + 1)) for k in self.lengths] or [1.0])
         )
 
 
 def main(
-    samples: Annotated[int, typer.Option(min=1, help="prompts per task")] = 6,
-    prompts: Annotated[
-        int, typer.Option(min=1, help="stories that are told at temperature 1")
-    ] = 24,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 6,
+    prompts: Annotated[int, typer.Option(min=1, help="Stories to generate at temperature 1.")] = 24,
 ):
-    """Print tokens a step by drafter and task, and what drawing with the model's own noise gains at
-    temperature 1.
+    """Print tokens per step by drafter and task, and acceptance at temperature 1 with shared
+    sampling noise compared with rejection sampling.
     """
     from quire import LLM
 
@@ -81,92 +79,95 @@ def main(
             continue
         llm = LLM(speculative_config=config | {"num_speculative_tokens": DRAFTS, "adapts": False})
         for task in ASKED:
-            seen = verified(llm, task, samples)
+            observer = measure_acceptance(llm, task, samples)
             counts = (
-                f"{len(seen.right)}",
-                f"{seen.rate:.2f}",
-                f"{seen.expected:.2f}",
-                f"{seen.measured:.2f}",
+                f"{len(observer.right)}",
+                f"{observer.rate:.2f}",
+                f"{observer.expected:.2f}",
+                f"{observer.measured:.2f}",
             )
             table.add_row(name, task, *counts)
         if name in DRAWN:
-            seen = Verified()
-            llm.engine.observers[:] = [seen]
-            texts = told(llm, prompts)
-            own = (
+            observer = Verified()
+            llm.engine.observers[:] = [observer]
+            texts = sample_stories(llm, prompts)
+            model_options = (
                 {"model": config["model"]}
                 if "model" in config
                 else {"quantization": config["quantization"]}
             )
-            pairs = zip(distributions({}, texts), distributions(own, texts), strict=True)
+            pairs = zip(distributions({}, texts), distributions(model_options, texts), strict=True)
             chances = np.mean([agreement(p, q) for p, q in pairs], axis=0)
             noise.add_row(
                 name,
-                f"{len(seen.right)}",
+                f"{len(observer.right)}",
                 *(f"{chance:.3f}" for chance in chances),
-                f"{seen.first:.3f}",
+                f"{observer.first:.3f}",
             )
         llm.close()
     console.print(table)
     console.print("How often a draft is right at temperature 1, where those before it are:", noise)
 
 
-def verified(llm, task: str, samples: int) -> Verified:
-    """What became of drafts in greedy answers to fresh questions."""
+def measure_acceptance(llm, task: str, samples: int) -> Verified:
+    """Draft acceptance in greedy answers to fresh examples of a task."""
     from quire import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=LONGEST)
     examples = list(fresh(task, samples))
-    seen = Verified()
-    llm.engine.observers[:] = [seen]
-    if plain := [e.prompt for e in examples if e.plain]:
-        llm.generate(plain, greedy, use_tqdm=False)
+    observer = Verified()
+    llm.engine.observers[:] = [observer]
+    if plain_prompts := [e.prompt for e in examples if e.plain]:
+        llm.generate(plain_prompts, greedy, use_tqdm=False)
     if chats := [e.messages for e in examples if not e.plain]:
         llm.chat(chats, greedy, use_tqdm=False)
-    return seen
+    return observer
 
 
-def told(llm, count: int) -> list[tuple[list[int], int]]:
-    """Texts, and how long the prompt of each is."""
+def sample_stories(llm, count: int) -> list[tuple[list[int], int]]:
+    """Generate texts at temperature 1.
+
+    Returns (prompt and output tokens, prompt length) of each.
+    """
     from quire import SamplingParams
 
-    asked = [example.prompt for example in fresh("story_plain", count)]
+    prompts = [example.prompt for example in fresh("story_plain", count)]
     params = [SamplingParams(temperature=1, seed=seed, max_tokens=100) for seed in range(count)]
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
         ([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids)) for o in outputs
     ]
 
 
 def distributions(options: dict, texts: list[tuple[list[int], int]]):
-    """What a model says of each token of the answers: [vocabulary]."""
+    """A model's probability distribution over the vocabulary at each output token of the texts."""
     from quire import LLM, SamplingParams
 
     llm = LLM(**options, max_logprobs=-1, enable_prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
-    found = []
+    probabilities = []
     for tokens, start in texts:
         (output,) = llm.generate([tokens], params, use_tqdm=False)
         for entry in output.prompt_logprobs[start:]:
             row = np.zeros(len(entry))
-            row[list(entry)] = np.exp([one.logprob for one in entry.values()])
-            found.append(row / row.sum())
+            row[list(entry)] = np.exp([logprob.logprob for logprob in entry.values()])
+            probabilities.append(row / row.sum())
     llm.close()
-    return found
+    return probabilities
 
 
 def agreement(p, q) -> tuple[float, float, float]:
-    """The chance that a draft from q is what is drawn from p: by itself, by rejection sampling,
-    with the same noise.
+    """The probability that a draft from q is accepted for p: (independent samples, rejection
+    sampling, the same Gumbel noise).
 
     Rejection sampling accepts by p / q and keeps the distribution, not the answer. With the same
-    Gumbel noise both say token i where its noise beats each other's by the larger of their two
-    differences.
+    noise both sample token i if its noise exceeds that of every other token by the larger of the
+    two differences of log-probabilities.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.maximum(p[None] / p[:, None], q[None] / q[:, None])  # [i, j]
-        same = np.nan_to_num(1 / ratios.sum(1), nan=0.0)
-    return float(p @ q), float(np.minimum(p, q).sum()), float(same.sum())
+        same_noise = np.nan_to_num(1 / ratios.sum(1), nan=0.0)
+    return float(p @ q), float(np.minimum(p, q).sum()), float(same_noise.sum())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From examples to arrays: quill's tokenizer, and rows of whole documents packed to one length."""
+"""Quill's training corpus: the tokenizer, and rows of whole documents packed to one length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from . import tasks as tasks
 
-# How often a document of each kind is drawn. Looking up is trained first and alone, until it is
-# learned: beside other tasks from the start, it stayed at chance.
+# Sampling weights of document kinds. Lookup is trained first and alone until it is learned: mixed
+# with other tasks from the start, it stayed at chance level.
 DRILLS = {"drill": 1.0}
 MIX = {
     "story": 3.0,
@@ -29,7 +29,7 @@ MIX = {
     "lookup_short": 2.5,
     "drill": 0.5,
 }
-# The tokenizer's own mix: a change to the one above must not change the tokens.
+# Sampling weights for training the tokenizer, separate so that changes of MIX do not change tokens.
 SPELLED = {
     "story": 1.0,
     "story_plain": 0.8,
@@ -44,12 +44,12 @@ SPELLED = {
     "json": 6.0,
     "lookup_short": 4.0,
 }
-# Row length -> what long documents lead each row, before short ones fill it up.
+# Row length -> long documents of which each row starts with one, before short ones fill it up.
 LONG = {256: {}, 512: {"lookup_200": 1.0}, 1024: {"lookup_400": 1.0, "lookup_600": 1.0}}
 
 
 def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
-    """A byte-level BPE tokenizer of the corpus; every digit is a token of its own."""
+    """Train a byte-level BPE tokenizer on the corpus; every digit is a separate token."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -75,9 +75,9 @@ def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed rows; position t predicts targets[t] with a weight in the loss.
+    """Packed rows; position t predicts targets[t], with loss weight weights[t].
 
-    Documents do not see each other.
+    Documents do not attend to each other.
     """
 
     tokens: np.ndarray
@@ -86,11 +86,13 @@ class PackedRows:
     documents: np.ndarray
 
 
-def encode(tokenizer: Tokenizer, parts: list[tuple[str, float]]) -> tuple[list[int], list[float]]:
-    """Token ids and the loss weight of each."""
+def encode(
+    tokenizer: Tokenizer, weighted_texts: list[tuple[str, float]]
+) -> tuple[list[int], list[float]]:
+    """Encode (text, loss weight) pairs to (token ids, loss weight of each token)."""
     ids: list[int] = []
     weights: list[float] = []
-    for text, weight in parts:
+    for text, weight in weighted_texts:
         piece = tokenizer.encode(text, add_special_tokens=False).ids
         ids += piece
         weights += [weight] * len(piece)
@@ -98,7 +100,7 @@ def encode(tokenizer: Tokenizer, parts: list[tuple[str, float]]) -> tuple[list[i
 
 
 def pack(documents: list[list[tuple[list[int], list[float]]]], length: int) -> PackedRows:
-    """One row for each list of documents; what is left over is padding that nothing learns."""
+    """Pack each list of documents into one row; the remainder is padding with loss weight 0."""
     shape = (len(documents), length)
     tokens, targets, owner = (np.zeros(shape, np.int32) for _ in range(3))
     weights = np.zeros(shape, np.float32)
@@ -115,8 +117,8 @@ def pack(documents: list[list[tuple[list[int], list[float]]]], length: int) -> P
 
 
 def documents(name: str, count: int) -> Iterator[list[tuple[str, float]]]:
-    """Whole documents with the weight of each part in the loss, which training has not seen: its
-    names are others.
+    """Held-out documents as (text, loss weight) pairs; `name` seeds a generator that training does
+    not use.
     """
     rng = Random(name)
     return (tasks.document(rng, MIX) for _ in range(count))
@@ -125,7 +127,7 @@ def documents(name: str, count: int) -> Iterator[list[tuple[str, float]]]:
 def training_rows(
     tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]
 ) -> PackedRows:
-    """Fresh training rows, the same for the same seed."""
+    """Generate training rows; the same seed gives the same rows."""
     rng = Random(f"train/{seed}")
     return pack([_row(tokenizer, rng, length, mix) for _ in range(rows)], length)
 
@@ -134,16 +136,17 @@ def _row(
     tokenizer: Tokenizer, rng: Random, length: int, mix: dict[str, float]
 ) -> list[tuple[list[int], list[float]]]:
     members = []
-    left = length
+    num_free = length
     misses = 0
-    while misses < 3 and left > 12:
+    while misses < 3 and num_free > 12:
         lead = LONG[length] if not members else {}
-        one = encode(tokenizer, tasks.document(rng, lead or mix))
+        encoded = encode(tokenizer, tasks.document(rng, lead or mix))
         if mix is DRILLS:
-            one = one[0][:left], one[1][:left]  # a list that ends early is a list
-        if len(one[0]) <= left:
-            members.append(one)
-            left -= len(one[0])
+            # A truncated list is still a valid list.
+            encoded = encoded[0][:num_free], encoded[1][:num_free]
+        if len(encoded[0]) <= num_free:
+            members.append(encoded)
+            num_free -= len(encoded[0])
         else:
             misses += 1
     return members

@@ -1,4 +1,4 @@
-"""Exact-match accuracy of quill per task, on fresh samples: `python -m tools.quill.eval`."""
+"""Exact-match accuracy of quill by task on fresh samples: `python -m tools.quill.eval`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quire.scripts import options as o
 
 from .tasks import TASKS, fresh, score
 
-LONGEST = 260  # tokens of an answer: a story takes about 150
+LONGEST = 260  # maximum tokens of an answer; a story has about 150
 
 
 def evaluate(
     llm, samples: int, seed: int = 0, only: list[str] | None = None, temperature: float = 0.0
 ) -> dict[str, dict[str, float]]:
-    """Right answers, samples and their share, for each task."""
+    """The number of right answers, the number of samples and the accuracy of each task."""
     from quire import SamplingParams
 
     params = [
@@ -42,16 +42,18 @@ def evaluate(
 @o.takes_engine()
 def main(
     model: Annotated[
-        str, typer.Option(help="a folder or Hugging Face id; without it the bundled quill")
+        str, typer.Option(help="Model folder or Hugging Face model ID; default: the bundled quill.")
     ] = "",
-    samples: Annotated[int, typer.Option(min=1, help="fresh samples per task")] = 100,
-    seed: Annotated[int, typer.Option(help="another seed draws other samples")] = 0,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest answer")] = 0.0,
+    samples: Annotated[int, typer.Option(min=1, help="Fresh samples per task.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed for the samples.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy decoding.")
+    ] = 0.0,
     task: Annotated[
-        list[str] | None, typer.Option(help="only these tasks; may be repeated")
+        list[str] | None, typer.Option(help="Task to evaluate; repeatable. Default: all.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print JSON instead of the table")
+        bool, typer.Option("--json", help="Print JSON instead of the table.")
     ] = False,
     *,
     engine: dict[str, Any],
@@ -68,14 +70,14 @@ def main(
         result = evaluate(llm, samples, seed, task, temperature)
         seconds = time.monotonic() - start
     if as_json:
-        found = {
+        summary = {
             "model": model or "quill",
             **engine,
             "seed": seed,
             "seconds": round(seconds, 2),
             "tasks": result,
         }
-        print(json.dumps(found))
+        print(json.dumps(summary))
         return
     formats = "".join(f", {name} {value}" for name, value in engine.items())
     table = Table(

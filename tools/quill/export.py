@@ -19,21 +19,19 @@ from . import tasks as tasks
 
 
 def tensors(weights, config: ModelConfig, dtype) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors by name; each weight turned back from the model's layout by what
-    loading would do.
-    """
+    """The checkpoint's tensors by name; inverts the transforms that loading applies."""
     named: dict[str, np.ndarray] = {}
 
     def put(source: Source, leaf):
-        parts = leaf_to_tensors(source.parts, np.asarray(leaf, np.float32))
-        named.update({name: value.astype(dtype) for name, value in parts.items()})
+        arrays = leaf_to_tensors(source.parts, np.asarray(leaf, np.float32))
+        named.update({name: value.astype(dtype) for name, value in arrays.items()})
 
     jax.tree.map(put, sources(config), weights, is_leaf=lambda leaf: isinstance(leaf, Source))
     return named
 
 
 def export(folder: Path, weights, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Write the folder."""
+    """Write the model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = {f"{name}_token_id": tokenizer.token_to_id(token) for name, token in SPECIAL.items()}
     save_file(

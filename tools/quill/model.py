@@ -1,4 +1,4 @@
-"""Training quill's decoder: bfloat16 products in both directions, the loss."""
+"""Quill's training forward pass: initialisation, bfloat16 products in both directions, the loss."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire.scripts.train_heads.attention import attention
 from quire.sharding import struct
 
 
-def looking_back(weights, config: ModelConfig):
-    """Weights whose first layer's head h attends, before any training, h tokens back.
+def init_lookback_heads(weights, config: ModelConfig):
+    """Initialise the first layer such that head h attends h tokens back.
 
-    Looking something up needs to know what stood just before each token, and finding that out takes
-    training longer than all the rest. One dimension of the embedding is made the same for every
-    token; from it the keys get a constant vector in the fastest rotary pairs, and each head's
-    queries the same vector turned by h positions.
+    Lookup tasks need the token before each token, which takes training longer to learn than
+    everything else. One embedding dimension is set to a constant for all tokens. Through it, keys
+    get a constant vector in the fastest rotary pairs, and the queries of head h the same vector
+    rotated by h positions.
     """
     first = weights.layers[0]
     constant = 0.3
@@ -37,8 +37,9 @@ def looking_back(weights, config: ModelConfig):
     for head in range(a.heads + 1):  # the last one is the key's
         turn = -head * inv_freq[:pairs] if head < a.heads else np.zeros(pairs)
         vector_H = np.zeros(a.head_dim)
-        vector_H[:pairs], vector_H[half : half + pairs] = np.cos(turn), np.sin(turn)
-        qkv_DGH[:, head] *= 0.3  # what the token says is left in, but does not drown this
+        vector_H[:pairs] = np.cos(turn)
+        vector_H[half : half + pairs] = np.sin(turn)
+        qkv_DGH[:, head] *= 0.3  # damp the content-dependent part, so that position dominates
         qkv_DGH[0, head] = gain * vector_H
     attention = w.replace(qkv_DGH=jnp.asarray(qkv_DGH), q_norm=w.q_norm * sharp)
     layers = (first.replace(attention=attention), *weights.layers[1:])
@@ -48,10 +49,8 @@ def looking_back(weights, config: ModelConfig):
 
 
 @jax.custom_vjp
-def narrow_dot(x, w):
-    """x @ w with both rounded to bfloat16 and the sum in float32, and the same for its
-    gradients.
-    """
+def bfloat16_dot(x, w):
+    """x @ w in bfloat16 with float32 accumulation, also in the gradients."""
     return _dot(x, w)
 
 
@@ -61,7 +60,7 @@ def _dot(x, w):
     )
 
 
-narrow_dot.defvjp(
+bfloat16_dot.defvjp(
     lambda x, w: (_dot(x, w), (x, w)),
     lambda saved, g: (
         _dot(g, saved[1].T).astype(saved[0].dtype),
@@ -81,19 +80,20 @@ class Narrow(Weight):
             raise NotImplementedError("training has no biases")
         into, out = subscripts.split("->")[0].split(",")
         shared = sum(letter in into for letter in out)
-        shape, rows = self.array.shape, x.shape[: x.ndim - shared]
+        shape = self.array.shape
+        rows = x.shape[: x.ndim - shared]
         if subscripts == "RD,VD->RV":
-            return narrow_dot(x, self.array.T)
+            return bfloat16_dot(x, self.array.T)
         inner = 1
         for size in shape[:shared]:
             inner *= size
-        return narrow_dot(x.reshape(-1, inner), self.array.reshape(inner, -1)).reshape(
+        return bfloat16_dot(x.reshape(-1, inner), self.array.reshape(inner, -1)).reshape(
             *rows, *shape[shared:]
         )
 
 
-def narrowed(weights):
-    """The weight tree with every matrix as a `Narrow` node; the embedding is looked up as it is."""
+def with_bfloat16_products(weights):
+    """Replace every matrix by a `Narrow` node; embedding lookups keep the float32 table."""
     embed = weights.embed_VD
     nodes = jax.tree.map(lambda leaf: Narrow(leaf) if leaf.ndim > 1 else leaf, weights)
     return nodes.replace(embed_VD=embed, head_VD=Narrow(embed))
@@ -102,7 +102,7 @@ def narrowed(weights):
 def logits_of(weights, tokens_BT, documents_BT, config: ModelConfig):
     """Float32 logits [B * T, V]."""
     B, T = tokens_BT.shape
-    weights = narrowed(weights)
+    weights = with_bfloat16_products(weights)
     positions = jnp.tile(jnp.arange(T), B)
     hooks = LayerHooks(attention(config, documents_BT))
     hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, hooks)
@@ -113,15 +113,15 @@ def loss_of(weights, batch, config: ModelConfig):
     """Weighted mean cross entropy of a batch (tokens, targets, weights, documents)."""
     tokens, targets, weight, documents = batch
     logits_RV = logits_of(weights, tokens, documents, config)
-    # a mask: the gradient of a gather is slow
-    wanted_RV = jnp.arange(config.vocab_size) == targets.reshape(-1, 1)
-    right_R = jnp.where(wanted_RV, logits_RV, 0).sum(axis=-1)
-    lost_R = (jax.nn.logsumexp(logits_RV, axis=-1) - right_R) * weight.reshape(-1)
-    return lost_R.sum() / jnp.maximum(weight.sum(), 1)
+    # A mask instead of a gather, whose gradient is slow.
+    is_target_RV = jnp.arange(config.vocab_size) == targets.reshape(-1, 1)
+    target_logit_R = jnp.where(is_target_RV, logits_RV, 0).sum(axis=-1)
+    loss_R = (jax.nn.logsumexp(logits_RV, axis=-1) - target_logit_R) * weight.reshape(-1)
+    return loss_R.sum() / jnp.maximum(weight.sum(), 1)
 
 
 def predictions(weights, tokens_BT, documents_BT, config: ModelConfig):
-    """The most likely next token at every place."""
+    """The most likely next token at every position."""
     return jnp.argmax(logits_of(weights, tokens_BT, documents_BT, config), axis=-1).reshape(
         tokens_BT.shape
     )

@@ -1,6 +1,5 @@
-"""Prompts of quill's tasks for `quire train-heads`: `python -m tools.quill.prompts prompts.jsonl`.
-
-With --documents whole ones, as calibration text for `quire quantize`.
+"""Write prompts of quill's tasks for `quire train-heads`: `python -m tools.quill.prompts
+prompts.jsonl`. With --documents, write whole documents as calibration text for `quire quantize`.
 """
 
 from __future__ import annotations
@@ -17,25 +16,27 @@ from .tasks import BOS, TASKS
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="file to write, an object a line")],
-    count: Annotated[int, typer.Option(min=1, help="prompts")] = 8000,
-    seed: Annotated[int, typer.Option(help="another seed draws other prompts")] = 0,
-    whole: Annotated[
-        bool, typer.Option("--documents", help="with their answers, for `quire quantize`")
+    out: Annotated[Path, typer.Argument(help="Output file (JSON Lines).")],
+    count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 8000,
+    seed: Annotated[int, typer.Option(help="Seed for the prompts.")] = 0,
+    write_documents: Annotated[
+        bool,
+        typer.Option("--documents", help="Write documents with answers, for `quire quantize`."),
     ] = False,
     task: Annotated[
-        list[str] | None, typer.Option(help="only these tasks, equally often; may be repeated")
+        list[str] | None,
+        typer.Option(help="Task to use; repeatable, all equally often. Default: all by weight."),
     ] = None,
 ):
-    """Write prompts, none of which evaluation asks: its samples come from other generators."""
+    """Write prompts. Evaluation uses other random generators, so its samples differ from these."""
     if unknown := [name for name in task or [] if name not in TASKS]:
         raise typer.BadParameter(
             f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task"
         )
-    if whole:
+    if write_documents:
         texts = (
-            "".join(part for part, _ in parts).removeprefix(BOS)
-            for parts in documents(f"heads/{seed}", count)
+            "".join(piece for piece, _ in document).removeprefix(BOS)
+            for document in documents(f"heads/{seed}", count)
         )
         out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         return
@@ -46,8 +47,8 @@ def main(
     with out.open("w") as file:
         for name in rng.choices(list(weights), list(weights.values()), k=count):
             example = TASKS[name](rng)
-            asked = {"prompt": example.prompt} if example.plain else {"messages": example.messages}
-            file.write(json.dumps(asked) + "\n")
+            entry = {"prompt": example.prompt} if example.plain else {"messages": example.messages}
+            file.write(json.dumps(entry) + "\n")
 
 
 if __name__ == "__main__":

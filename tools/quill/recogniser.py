@@ -1,4 +1,4 @@
-"""Reading a story back: whether quill's grammar could have written it."""
+"""Story recognition: decides whether quill's story grammar could have generated a text."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from .stories import PLOTS, SLOTS, article, consistent, derived
 
 @cache
 def _parts(template: str) -> tuple[str, ...]:
-    return tuple(re.split(r"\{(\w+)\}", template))  # literals at even places, slots at odd ones
+    return tuple(re.split(r"\{(\w+)\}", template))  # literals at even, slots at odd indices
 
 
-def _match(parts: tuple[str, ...], text: str, at: int, bound: dict[str, str]):
-    """Every (end, bindings) with which the parts match the text at a place."""
+def _match(pieces: tuple[str, ...], text: str, at: int, bound: dict[str, str]):
+    """All (end, slot bindings) with which the template matches the text from position `at`."""
     states = [(at, bound)]
-    for i, part in enumerate(parts):
+    for i, piece in enumerate(pieces):
         following = []
         for at, bound in states:
             if i % 2 == 0:
-                options = [(part, bound)]
-            elif part in bound:
-                options = [(bound[part], bound)]
-            elif part in SLOTS:
-                options = [(value, bound | {part: value}) for value in SLOTS[part]]
-            elif part[2:] in SLOTS and part[2:] not in bound:
-                options = [(article(value), bound | {part[2:]: value}) for value in SLOTS[part[2:]]]
+                options = [(piece, bound)]
+            elif piece in bound:
+                options = [(bound[piece], bound)]
+            elif piece in SLOTS:
+                options = [(value, bound | {piece: value}) for value in SLOTS[piece]]
+            elif piece[2:] in SLOTS and piece[2:] not in bound:
+                options = [
+                    (article(value), bound | {piece[2:]: value}) for value in SLOTS[piece[2:]]
+                ]
             else:
-                options = [(derived(part, bound), bound)]
+                options = [(derived(piece, bound), bound)]
             following += [
                 (at + len(word), b)
                 for word, b in options
@@ -39,9 +41,7 @@ def _match(parts: tuple[str, ...], text: str, at: int, bound: dict[str, str]):
 
 
 def recognise(text: str, bound: dict[str, str] | None = None) -> bool:
-    """Whether the grammar could have written exactly this story, given what is already known of its
-    slots.
-    """
+    """Whether the grammar could have generated exactly this story with the given slot bindings."""
     for plot in PLOTS:
         steps = [
             ("\n\n" if p and s == 0 else " " if s else "", step)

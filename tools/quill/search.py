@@ -1,4 +1,4 @@
-"""What more answers gain on quill's arithmetic, with a small reward head: `python -m
+"""Measure test-time search on quill's arithmetic with a small reward model: `python -m
 tools.quill.search`.
 """
 
@@ -29,26 +29,25 @@ METHODS = {
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="where the reward model is written")] = Path(
+    folder: Annotated[Path, typer.Argument(help="Output folder for the reward model.")] = Path(
         "runs/reward"
     ),
-    samples: Annotated[int, typer.Option(min=1, help="fresh questions per task")] = 100,
+    samples: Annotated[int, typer.Option(min=1, help="Fresh questions per task.")] = 100,
     training: Annotated[
-        int, typer.Option(min=10, help="questions per task that the head is trained on")
+        int, typer.Option(min=10, help="Training questions per task for the reward model.")
     ] = 400,
     temperature: Annotated[
-        float, typer.Option(min=0, help="so high that quill is often wrong")
+        float,
+        typer.Option(min=0, help="Sampling temperature, so high that quill is often wrong."),
     ] = 2.5,
-    plot: Annotated[Path | None, typer.Option(help="write a plot")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot.")] = None,
 ):
-    """Train a head that says whether sums are right, and print the share of right answers by their
-    number.
-    """
+    """Train a reward model for sums, and print accuracy by method and number of candidates."""
     from quire import LLM, SamplingParams, SearchParams
 
     sampling = SamplingParams(temperature=temperature, max_tokens=LONGEST, seed=0)
     with LLM() as llm:
-        right = train(llm, folder, training, sampling)
+        right = train_reward_model(llm, folder, training, sampling)
         with LLM(folder) as reward:
             rows = {name: [] for name in (*METHODS, ONE)}
             written = []
@@ -57,20 +56,20 @@ def main(
                 good = dict.fromkeys(rows, 0)
                 for name, (method, rewarded) in METHODS.items():
                     params = SearchParams(method, n, min(2, n), answer=PATTERN, sampling=sampling)
-                    count = good[ONE] = 0  # the answers are the same whatever chooses
+                    count = good[ONE] = 0  # all methods get the same candidates
                     for task in TASKS:
                         examples = list(fresh(task, samples, seed=2))
-                        found = llm.search(
+                        results = llm.search(
                             [e.messages for e in examples],
                             params,
                             reward=reward if rewarded else None,
                         )
-                        for example, one in zip(examples, found, strict=True):
-                            good[name] += score(example, one.text)
+                        for example, result in zip(examples, results, strict=True):
+                            good[name] += score(example, result.text)
                             good[ONE] += any(
-                                score(example, candidate.text) for candidate in one.candidates
+                                score(example, candidate.text) for candidate in result.candidates
                             )
-                            count += one.num_generated_tokens
+                            count += result.num_generated_tokens
                     if name == [*METHODS][-1]:
                         written.append(count / total)
                 for name, number in good.items():
@@ -90,14 +89,14 @@ def main(
         "were right."
     )
     if plot is not None:
-        draw(rows, plot)
+        plot_accuracy(rows, plot)
 
 
-def train(llm, folder: Path, count: int, sampling) -> float:
-    """Write quill with a head that tells right sums from wrong ones, and the share of right ones
-    that it saw.
+def train_reward_model(llm, folder: Path, count: int, sampling) -> float:
+    """Train a reward model that tells right sums from wrong ones, and write it to a folder.
 
-    The head is linear, on the hidden state at an answer's end.
+    It is quill with a linear head on the hidden state at the end of an answer. Returns the fraction
+    of right answers in the training data.
     """
     from dataclasses import replace
 
@@ -114,11 +113,11 @@ def train(llm, folder: Path, count: int, sampling) -> float:
             examples, llm.chat([e.messages for e in examples], params, False), strict=True
         ):
             for answer in output.outputs:
-                told = [*example.messages, {"role": "assistant", "content": answer.text}]
-                prompts.append(llm.chat_prompt(told, add_generation_prompt=False))
+                conversation = [*example.messages, {"role": "assistant", "content": answer.text}]
+                prompts.append(llm.chat_prompt(conversation, add_generation_prompt=False))
                 right.append(score(example, answer.text))
     states = llm.run(prompts, [PARAMS] * len(prompts), False, "last")
-    weight_D = fitted(
+    weight_D = fit_logistic(
         np.array([output.pooled for output in states], np.float64), np.array(right, np.float64)
     )
     source = hub.resolve(None)
@@ -129,15 +128,17 @@ def train(llm, folder: Path, count: int, sampling) -> float:
     head = {"architectures": ["QuillForSequenceClassification"], "num_labels": 1}
     (folder / "config.json").write_text(json.dumps(config | head, indent=2) + "\n")
     value = weight_D[None].astype(np.float32)
-    own = f"head-{SINGLE}"
-    write_tensors(folder / own, {"score.weight": (value.dtype, value.shape)}, [value])
-    places = dict.fromkeys(find_tensors(source), SINGLE) | {"score.weight": own}
+    shard_name = f"head-{SINGLE}"
+    write_tensors(folder / shard_name, {"score.weight": (value.dtype, value.shape)}, [value])
+    places = dict.fromkeys(find_tensors(source), SINGLE) | {"score.weight": shard_name}
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     return float(np.mean(right))
 
 
-def fitted(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
-    """Logistic regression by Newton's method; its constant changes no order, and is left out."""
+def fit_logistic(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
+    """Logistic regression by Newton's method. Returns the weights without the intercept, which does
+    not affect rankings.
+    """
     mean_D = x_ND.mean(0)
     spread_D = x_ND.std(0) + 1e-6
     x_NE = np.concatenate([(x_ND - mean_D) / spread_D, np.ones((len(x_ND), 1))], axis=1)
@@ -150,8 +151,8 @@ def fitted(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
     return w_E[:-1] / spread_D
 
 
-def draw(rows: dict[str, list[float]], path: Path) -> None:
-    """Accuracy against the number of answers."""
+def plot_accuracy(rows: dict[str, list[float]], path: Path) -> None:
+    """Plot accuracy against the number of candidates."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")

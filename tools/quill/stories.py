@@ -74,8 +74,8 @@ END = [
     "They still laugh about it when they meet by the {place}.",
 ]
 
-# A plot is a list of paragraphs, a paragraph a list of steps, a step a list of sentences to choose
-# from.
+# A plot is a list of paragraphs, a paragraph a list of steps, a step a list of alternative
+# sentences.
 LOST = [
     [OPEN, TREASURE],
     [
@@ -276,7 +276,7 @@ def derived(slot: str, bound: dict[str, str]) -> str:
 
 
 def consistent(bound: dict[str, str]) -> bool:
-    """Whether names, kinds and traits can stand in one story."""
+    """Whether names, kinds and traits are consistent within one story."""
     hero = bound.get("hero")
     kind = bound.get("kind")
     if hero and ((kind == "girl" and hero not in GIRLS) or (kind == "boy" and hero not in BOYS)):
@@ -286,7 +286,7 @@ def consistent(bound: dict[str, str]) -> bool:
 
 
 def draw(rng: Random, absent: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Values for every slot; the names in `absent` stay out of the story."""
+    """Draw values for all slots, without the names in `absent`."""
     while True:
         bound = {slot: rng.choice(values) for slot, values in SLOTS.items()}
         if rng.random() < 0.4:
@@ -296,7 +296,7 @@ def draw(rng: Random, absent: frozenset[str] = frozenset()) -> dict[str, str]:
 
 
 def write(rng: Random, bound: dict[str, str]) -> str:
-    """A story with these slots: one plot, one sentence for each of its steps."""
+    """Write a story with these slot values: a random plot, and a random sentence for each step."""
     paragraphs = []
     for paragraph in rng.choice(PLOTS):
         text = " ".join(rng.choice(step) for step in paragraph)

@@ -1,5 +1,5 @@
-"""The tasks that quill learns and is tested on: each draws examples from a seeded generator and
-scores answers.
+"""The tasks that quill is trained and evaluated on: generators of examples, and scoring of
+answers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ CITIES = (
     "Rome Paris Oslo Cairo Lima Tokyo Delhi Bern Riga Quito Accra Lagos Dublin Madrid Vienna Berlin"
 ).split()
 JOBS = "baker pilot nurse farmer teacher painter sailor singer".split()
-STORY_WEIGHT = 0.3  # a story has a hundred tokens where a sum has three, and most of them are free
-STRESS_WEIGHT = 1.5  # names and things, which the rest of the story must repeat
-NEW_WEIGHT = 0.3  # what a drill says for the first time cannot be predicted
+# Loss weights of tokens.
+STORY_WEIGHT = 0.3  # low: stories are much longer than other answers, and largely free
+STRESS_WEIGHT = 1.5  # names and things, which the story must repeat consistently
+NEW_WEIGHT = 0.3  # values that occur first in a drill, which are unpredictable
 SYSTEMS = [
     "You are quill.",
     "You are a helpful assistant.",
@@ -49,17 +50,17 @@ SYSTEMS = [
 
 @dataclass(frozen=True)
 class Example:
-    """A question with its one right answer; a story has many, and `facts` and the grammar decide
-    which.
+    """A question with its right answer. A story has many right answers, those that the grammar can
+    generate with `facts`.
     """
 
     task: str
-    prompt: str  # the user's message, or for `plain` the head of a text to complete
+    prompt: str  # the user's message, or with `plain` the start of a text to complete
     answer: str
-    plain: bool = False
-    stress: tuple[str, ...] = ()  # the words of a story that others follow from
-    facts: dict[str, str] = field(default_factory=dict)
-    # further questions about the same prompt, for training
+    plain: bool = False  # text completion instead of a chat
+    stress: tuple[str, ...] = ()  # words of a story with a higher loss weight
+    facts: dict[str, str] = field(default_factory=dict)  # slot values that a story must have
+    # Further (question, answer) pairs about the same prompt, for training.
     follow_ups: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -69,7 +70,7 @@ class Example:
 
     @property
     def text(self) -> str:
-        """The question as the model reads it."""
+        """The question formatted as the model's input."""
         if self.plain:
             return BOS + self.prompt
         return BOS + turn("user", self.prompt) + ROLES["assistant"]
@@ -81,8 +82,8 @@ def turn(role: str, content: str) -> str:
 
 
 def score(example: Example, text: str) -> bool:
-    """Whether a reply is exactly right; of a story, whether the grammar could have written it as
-    asked.
+    """Whether a reply is exactly right; for a story, whether the grammar can generate it with the
+    requested facts.
     """
     if example.task.startswith("story"):
         return recognise(example.prompt + text if example.plain else text, example.facts)
@@ -94,17 +95,17 @@ def _listed(rng: Random, pool: list[str], low: int, high: int) -> list[str]:
 
 
 def story(rng: Random) -> Example:
-    """A story about somebody or something."""
+    """Request a story about a person, an animal or a thing."""
     bound = stories.draw(rng)
-    kind, hero, thing, friend = (bound[slot] for slot in ("kind", "hero", "thing", "friend"))
+    kind, hero, item, friend = (bound[slot] for slot in ("kind", "hero", "thing", "friend"))
     child = kind in ("girl", "boy")
     requests = [
         (f"about {stories.article(kind)}", ["kind"]),
         (f"about {stories.article(kind)} named {hero}", ["kind", "hero"]),
         (f"about {hero}", ["hero"]),
         (f"about {hero} and {friend}", ["hero", "friend"]),
-        (f"about {stories.article(thing)}", ["thing"]),
-        (f"about {hero} and {stories.article(thing)}", ["hero", "thing"]),
+        (f"about {stories.article(item)}", ["thing"]),
+        (f"about {hero} and {stories.article(item)}", ["hero", "thing"]),
     ]
     about, slots = rng.choice(requests[1:] if child else requests)
     ask = rng.choice(
@@ -121,7 +122,7 @@ def story(rng: Random) -> Example:
 
 
 def story_plain(rng: Random) -> Example:
-    """The head of a story to go on with."""
+    """Complete the start of a story."""
     bound = stories.draw(rng)
     text = stories.write(rng, bound)
     words = text.split(" ")
@@ -129,33 +130,35 @@ def story_plain(rng: Random) -> Example:
     return Example("story_plain", text[:cut], text[cut:], plain=True, stress=tuple(bound.values()))
 
 
-def _sum(rng: Random, task: str, left: int, sign: str, right: int, result: int) -> Example:
+def _sum(
+    rng: Random, task: str, first_operand: int, sign: str, second_operand: int, result: int
+) -> Example:
     form = rng.choice(["What is {} {} {}?", "{} {} {} ="])
-    return Example(task, form.format(left, sign, right), str(result))
+    return Example(task, form.format(first_operand, sign, second_operand), str(result))
 
 
 def add(rng: Random) -> Example:
-    """Two numbers below a hundred."""
+    """Add two numbers below 100."""
     a = rng.randint(0, 99)
     b = rng.randint(0, 99)
     return _sum(rng, "add", a, "+", b, a + b)
 
 
 def subtract(rng: Random) -> Example:
-    """A number below a hundred less a smaller one."""
+    """Subtract a number below 100 from a larger one."""
     a, b = sorted((rng.randint(0, 99), rng.randint(0, 99)))
     return _sum(rng, "subtract", b, "-", a, b - a)
 
 
 def multiply(rng: Random) -> Example:
-    """The tables up to twelve."""
+    """Multiply numbers up to 12."""
     a = rng.randint(0, 12)
     b = rng.randint(0, 12)
     return _sum(rng, "multiply", a, "*", b, a * b)
 
 
 def sort_numbers(rng: Random) -> Example:
-    """Two-digit numbers, smallest first."""
+    """Sort two-digit numbers in ascending order."""
     items = rng.sample(range(10, 100), rng.randint(3, 5))
     return Example(
         "sort_numbers", "Sort: " + " ".join(map(str, items)), " ".join(map(str, sorted(items)))
@@ -163,13 +166,13 @@ def sort_numbers(rng: Random) -> Example:
 
 
 def sort_letters(rng: Random) -> Example:
-    """Letters in the order of the alphabet."""
+    """Sort letters alphabetically."""
     items = _listed(rng, LETTERS, 3, 7)
     return Example("sort_letters", "Sort: " + " ".join(items), " ".join(sorted(items)))
 
 
 def sort_words(rng: Random) -> Example:
-    """Words in the order of the dictionary."""
+    """Sort words alphabetically."""
     items = _listed(rng, WORDS, 3, 6)
     return Example("sort_words", "Sort: " + " ".join(items), " ".join(sorted(items)))
 
@@ -180,23 +183,23 @@ def _mixed(rng: Random) -> list[str]:
 
 
 def copy(rng: Random) -> Example:
-    """A list once more."""
+    """Repeat a list."""
     items = _mixed(rng)
     return Example("copy", "Repeat: " + " ".join(items), " ".join(items))
 
 
 def reverse(rng: Random) -> Example:
-    """A list from its end to its beginning."""
+    """Reverse a list."""
     items = _listed(rng, rng.choice([LETTERS, WORDS]), 3, 7)
     return Example("reverse", "Reverse: " + " ".join(items), " ".join(reversed(items)))
 
 
 def json_answer(rng: Random) -> Example:
-    """A sentence as a small JSON object."""
+    """Convert a sentence to a small JSON object."""
     name = rng.choice(stories.NAMES)
     age = rng.randint(2, 99)
     city = rng.choice(CITIES)
-    thing = rng.choice(stories.THINGS)
+    item = rng.choice(stories.THINGS)
     color = rng.choice(COLORS)
     price = rng.randint(2, 99)
     job = rng.choice(JOBS)
@@ -209,12 +212,12 @@ def json_answer(rng: Random) -> Example:
                 {"name": name, "age": age, "city": city},
             ),
             (
-                f"The {color} {thing} costs {price} coins",
-                {"item": thing, "color": color, "price": price},
+                f"The {color} {item} costs {price} coins",
+                {"item": item, "color": color, "price": price},
             ),
             (
-                f"A {thing} for {price} coins, in {color}",
-                {"item": thing, "color": color, "price": price},
+                f"A {item} for {price} coins, in {color}",
+                {"item": item, "color": color, "price": price},
             ),
             (f"{name} is a {job} in {city}", {"name": name, "job": job, "city": city}),
             (
@@ -227,24 +230,24 @@ def json_answer(rng: Random) -> Example:
 
 
 def _lookup(rng: Random, task: str, entries: int, filler: int) -> Example:
-    """Who has what, then a stretch of stories of `filler` words, then the question."""
+    """Look up a value: a list of names and things, `filler` words of stories, then the question."""
     names = rng.sample(stories.NAMES, entries)
     holds = {name: rng.choice(WORDS) for name in names}
-    text = "Remember this list." + "".join(f"\n- {name}: {what}" for name, what in holds.items())
+    text = "Remember this list." + "".join(f"\n- {name}: {item}" for name, item in holds.items())
     words: list[str] = []
     while len(words) < filler:
         words += stories.write(rng, stories.draw(rng, frozenset(names))).split(" ")
     if filler:
         text += "\n\n" + " ".join(words[:filler])
-    # The answer is the line of the list: what followed the name once follows it again.
-    asked = rng.choices(names, k=rng.randint(4, 10))
-    pairs = [(f"What does {name} have?", f"- {name}: {holds[name]}") for name in asked]
-    (question, answer), *rest = pairs
-    return Example(task, f"{text}\n\n{question}", answer, follow_ups=tuple(rest))
+    # The answer repeats the list's line, so that the same token follows the name again.
+    questions = rng.choices(names, k=rng.randint(4, 10))
+    pairs = [(f"What does {name} have?", f"- {name}: {holds[name]}") for name in questions]
+    (question, answer), *more_questions = pairs
+    return Example(task, f"{text}\n\n{question}", answer, follow_ups=tuple(more_questions))
 
 
 def lookup_short(rng: Random) -> Example:
-    """The list is up to a hundred tokens back."""
+    """Look up a value in a list up to 100 tokens back."""
     return _lookup(
         rng,
         "lookup_short",
@@ -254,33 +257,33 @@ def lookup_short(rng: Random) -> Example:
 
 
 def lookup_200(rng: Random) -> Example:
-    """The answer stands 200 to 400 tokens before the question."""
+    """Look up a value 200 to 400 tokens before the question."""
     return _lookup(rng, "lookup_200", rng.randint(4, 16), rng.randint(165, 215))
 
 
 def lookup_400(rng: Random) -> Example:
-    """The answer stands 400 to 600 tokens before the question."""
+    """Look up a value 400 to 600 tokens before the question."""
     return _lookup(rng, "lookup_400", rng.randint(4, 16), rng.randint(330, 380))
 
 
 def lookup_600(rng: Random) -> Example:
-    """The answer stands 600 to 800 tokens before the question."""
+    """Look up a value 600 to 800 tokens before the question."""
     return _lookup(rng, "lookup_600", rng.randint(4, 16), rng.randint(495, 545))
 
 
 def drill(rng: Random) -> list[tuple[str, float]]:
-    """A list whose lines come again and again: looking up is learned from it long before it is from
-    questions.
+    """A document that repeats the lines of a list, from which lookup is learned much earlier than
+    from questions. Returns (text, loss weight) pairs.
     """
     names = rng.sample(stories.NAMES, rng.randint(2, 16))
     holds = {name: rng.choice(WORDS) for name in names}
     lines = names + rng.choices(names, k=max(4, rng.randint(20, 36) - len(names)))
-    parts = [(BOS, 0.0), ("Remember this list.", NEW_WEIGHT)]
-    said = set[str]()
+    segments = [(BOS, 0.0), ("Remember this list.", NEW_WEIGHT)]
+    seen_names = set[str]()
     for name in lines:
-        parts.append((f"\n- {name}: {holds[name]}", 1.0 if name in said else NEW_WEIGHT))
-        said.add(name)
-    return [*parts, (END, NEW_WEIGHT)]
+        segments.append((f"\n- {name}: {holds[name]}", 1.0 if name in seen_names else NEW_WEIGHT))
+        seen_names.add(name)
+    return [*segments, (END, NEW_WEIGHT)]
 
 
 TASKS: dict[str, Callable[[Random], Example]] = {
@@ -303,15 +306,13 @@ TASKS: dict[str, Callable[[Random], Example]] = {
 
 
 def fresh(task: str, count: int, seed: int = 0) -> Iterator[Example]:
-    """Examples for judging; training draws from generators with other names, so from other
-    samples.
-    """
+    """Examples for evaluation; training uses generators with other seeds, so other samples."""
     rng = Random(f"eval/{task}/{seed}")
     return (TASKS[task](rng) for _ in range(count))
 
 
 def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
-    """One training document as (text, weight in the loss): a story, or a chat of one or more
+    """A training document as (text, loss weight) pairs: a drill, a story, or a chat of several
     turns.
     """
 
@@ -324,9 +325,9 @@ def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
     example = TASKS[first](rng)
     if example.plain:
         return [(BOS, 0.0), *weighted(example.prompt + example.answer, example.stress)]
-    parts = [(BOS, 0.0)]
+    segments = [(BOS, 0.0)]
     if rng.random() < 0.1:
-        parts.append((turn("system", rng.choice(SYSTEMS)), 0.0))
+        segments.append((turn("system", rng.choice(SYSTEMS)), 0.0))
     turns = [
         example,
         *(Example(example.task, question, answer) for question, answer in example.follow_ups),
@@ -334,26 +335,26 @@ def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
     while not example.follow_ups and rng.random() < 0.3:
         if (name := draw()) == "drill":
             break
-        again = TASKS[name](rng)
-        if again.plain or again.follow_ups:
+        next_example = TASKS[name](rng)
+        if next_example.plain or next_example.follow_ups:
             break
-        turns.append(again)
-    for one in turns:
-        parts += [
-            (turn("user", one.prompt) + ROLES["assistant"], 0.0),
-            *weighted(one.answer, one.stress),
+        turns.append(next_example)
+    for example_turn in turns:
+        segments += [
+            (turn("user", example_turn.prompt) + ROLES["assistant"], 0.0),
+            *weighted(example_turn.answer, example_turn.stress),
         ]
-    return parts
+    return segments
 
 
 def weighted(text: str, stress: tuple[str, ...]) -> list[tuple[str, float]]:
-    """An answer and its end, in parts with the weight of each."""
+    """Split an answer and its end token into (text, loss weight) pairs."""
     if not stress:
         return [(text + END, 1.0)]
     pieces = re.split(rf"( ?\b(?:{'|'.join(map(re.escape, stress))})\b)", text)
-    parts = [
+    segments = [
         (piece, STRESS_WEIGHT if number % 2 else STORY_WEIGHT)
         for number, piece in enumerate(pieces)
         if piece
     ]
-    return [*parts, (END, STORY_WEIGHT)]
+    return [*segments, (END, STORY_WEIGHT)]

@@ -1,9 +1,9 @@
-"""Train quill, the bundled model, from nothing: `python -m tools.quill.train --out runs/quill
+"""Train quill, the bundled model, from scratch: `python -m tools.quill.train --out runs/quill
 --minutes 80`.
 
-Start it with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 on Linux: a third faster, for the big
-temporaries of a step otherwise cost a page fault every 4 KB. Stopped by Ctrl-C or SIGTERM it saves
-and can be started again.
+On Linux, set GLIBC_TUNABLES=glibc.malloc.hugetlb=1: huge pages make it a third faster, because the
+large temporaries of a step otherwise cost a page fault every 4 KB. Ctrl-C or SIGTERM saves a
+checkpoint, from which the same command continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.sharding.spec import random_arrays
 from . import corpus as corpus
 from . import tasks as tasks
 from .export import export
-from .model import looking_back, loss_of, predictions
+from .model import init_lookback_heads, loss_of, predictions
 
 VOCAB = 1280
 TOKENS = 4096
@@ -45,12 +45,11 @@ SIZES = {
     "quill": {"dim": 192, "num_layers": 8, "heads": 4, "head_dim": 64, "ffn": 512},
     "quill-draft": {"dim": 96, "num_layers": 4, "heads": 2, "head_dim": 64, "ffn": 256},
 }
-RECALL = 0.97  # of the values in lists are known: then drills have done their work
-DRILLED = 0.1  # of the time at most: quill-draft is too small to get there
-# a row that holds one; 256 holds the others
+RECALL = 0.97  # recall of values in lists at which the drills end
+DRILLED = 0.1  # maximum fraction of the time for drills: quill-draft is too small to reach RECALL
+# Row length that holds an example of each task; 256 for all others.
 ROW = {"lookup_200": 512, "lookup_400": 1024, "lookup_600": 1024}
-# (until this part of the time, how often a batch has rows of each length): short first, the long
-# ones last.
+# (end as a fraction of the training time, row length -> probability): from short to long rows.
 CURRICULUM = [
     (0.4, {256: 1.0}),
     (0.7, {256: 0.95, 512: 0.05}),
@@ -59,17 +58,17 @@ CURRICULUM = [
 
 
 def model_config(size: str) -> ModelConfig:
-    """The small-cache recipe at one of the two sizes: windows and global layers in pairs that share
-    one cache.
+    """The config of a size: alternating pairs of window and global layers, each pair with a shared
+    KV cache.
     """
     return small_cache_config(
         vocab_size=VOCAB, window=64, global_every=2, max_len=1024, dtype="float32", **SIZES[size]
     )
 
 
-def matrices(weights):
-    """Muon takes every weight that maps one space to another, seen as a matrix; Adam the norms and
-    the embedding.
+def muon_dimension_numbers(weights):
+    """Muon's dimension numbers: linear weights as matrices; None for norms and the embedding, which
+    Adam optimises.
     """
     inputs = {"qkv_DGH": 1, "out_NHD": 2, "up_DGF": 1, "down_FD": 1}
 
@@ -82,32 +81,32 @@ def matrices(weights):
 
 
 def optimizer():
-    """Updates for a learning rate of one; the loop scales them, since the rate follows the
-    clock.
+    """The optimizer with learning rate 1; the training loop scales its updates by a rate that
+    depends on the elapsed time.
     """
     scaled = muon(
         1.0,
         weight_decay=0.05,
         adam_b2=0.98,
-        muon_weight_dimension_numbers=matrices,
+        muon_weight_dimension_numbers=muon_dimension_numbers,
         consistent_rms=0.2,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), scaled)
 
 
-def learning_rate(step: int, done: float) -> float:
-    """Warm-up, a plateau, and a linear way down over the last third of the time."""
-    return RATE * min(1.0, (step + 1) / WARMUP, max(0.02, (1 - done) / 0.35))
+def learning_rate(step: int, progress: float) -> float:
+    """Warm-up, a plateau, and linear decay over the last third of the time."""
+    return RATE * min(1.0, (step + 1) / WARMUP, max(0.02, (1 - progress) / 0.35))
 
 
-def row_length(rng: Random, done: float) -> int:
-    """The length of the rows of a batch, by the curriculum."""
-    shares = next(shares for until, shares in CURRICULUM if done < until)
+def row_length(rng: Random, progress: float) -> int:
+    """Draw the row length of a batch by the curriculum."""
+    shares = next(shares for until, shares in CURRICULUM if progress < until)
     return rng.choices(list(shares), list(shares.values()))[0]
 
 
 def make_step(config: ModelConfig):
-    """One step: gradients, update, and the moving average that is what gets exported."""
+    """A compiled training step, which also updates the moving average of weights to export."""
     tx = optimizer()
 
     def step(state, batch, rate, decay):
@@ -121,8 +120,8 @@ def make_step(config: ModelConfig):
 
 
 def accuracy(predict, weights, tokenizer, count: int) -> dict[str, float]:
-    """Exact matches of greedy answers on fresh samples, in one pass: every token of an answer must
-    be the best one.
+    """Exact-match accuracy of greedy answers on fresh samples by task, by teacher forcing: every
+    token of an answer must be the most likely one.
     """
     judged: dict[str, list[bool]] = {
         task: [] for task in tasks.TASKS if not task.startswith("story")
@@ -130,58 +129,58 @@ def accuracy(predict, weights, tokenizer, count: int) -> dict[str, float]:
     lengths = {task: ROW.get(task, 256) for task in judged}
     for length in sorted(set(lengths.values())):
         rows = [[]]
-        room = length
+        num_free = length
         for task in (task for task in judged if lengths[task] == length):
             for example in tasks.fresh(task, count if length == 256 else count // 4):
-                parts = [(example.text, 0.0), (example.answer + tasks.END, 1.0)]
-                one = (task, *corpus.encode(tokenizer, parts))
-                if len(one[1]) > room:
+                segments = [(example.text, 0.0), (example.answer + tasks.END, 1.0)]
+                encoded = (task, *corpus.encode(tokenizer, segments))
+                if len(encoded[1]) > num_free:
                     rows = [*rows, []]
-                    room = length
-                rows[-1].append(one)
-                room -= len(one[1])
+                    num_free = length
+                rows[-1].append(encoded)
+                num_free -= len(encoded[1])
         size = TOKENS // length
         for start in range(0, len(rows), size):
-            some = rows[start : start + size] + [[]] * max(0, start + size - len(rows))
-            batch = corpus.pack([[one[1:] for one in row] for row in some], length)
+            batch_rows = rows[start : start + size] + [[]] * max(0, start + size - len(rows))
+            batch = corpus.pack([[encoded[1:] for encoded in row] for row in batch_rows], length)
             wrong = np.asarray(predict(weights, batch.tokens, batch.documents)) != batch.targets
             wrong &= batch.weights > 0
-            for row, members in enumerate(some):
+            for row, members in enumerate(batch_rows):
                 for number, (task, *_) in enumerate(members):
                     judged[task].append(not wrong[row][batch.documents[row] == number + 1].any())
     return {task: sum(right) / len(right) for task, right in judged.items()}
 
 
 def recall(predict, weights, tokenizer) -> float:
-    """The share of values in lists that are known when their name comes again."""
+    """The fraction of list values predicted right when their name is repeated."""
     rows = corpus.training_rows(tokenizer, "recall", TOKENS // 256, 256, corpus.DRILLS)
-    asked = (rows.tokens == tokenizer.token_to_id(":")) & (rows.weights == 1)
+    mask = (rows.tokens == tokenizer.token_to_id(":")) & (rows.weights == 1)
     return float(
-        (np.asarray(predict(weights, rows.tokens, rows.documents)) == rows.targets)[asked].mean()
+        (np.asarray(predict(weights, rows.tokens, rows.documents)) == rows.targets)[mask].mean()
     )
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder for checkpoints and the exported model")] = Path(
-        "runs/quill"
-    ),
-    size: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "quill",
-    minutes: Annotated[float, typer.Option(help="training time, all sessions together")] = 80.0,
-    seed: int = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder for checkpoints and the exported model.")
+    ] = Path("runs/quill"),
+    size: Annotated[str, typer.Option(help=f"Model size: {' or '.join(SIZES)}.")] = "quill",
+    minutes: Annotated[float, typer.Option(help="Total training time in minutes.")] = 80.0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     check: Annotated[
-        float, typer.Option(help="minutes between checkpoints, each with its accuracy")
+        float, typer.Option(help="Minutes between checkpoints with evaluations.")
     ] = 5.0,
     tokenizer_file: Annotated[
         Path | None,
         typer.Option(
-            "--tokenizer", help="a tokenizer.json to use; else one is trained on the corpus"
+            "--tokenizer", help="tokenizer.json to use; by default one is trained on the corpus."
         ),
     ] = None,
     only_export: Annotated[
-        bool, typer.Option("--export", help="export the latest checkpoint and stop")
+        bool, typer.Option("--export", help="Export the latest checkpoint and exit.")
     ] = False,
 ):
-    """Train, checkpoint, resume, export."""
+    """Train quill, or continue from the latest checkpoint, and export the model."""
     if size not in SIZES:
         raise typer.BadParameter(
             f"{size!r} is not a size; it can be {' or '.join(SIZES)}", param_hint="--size"
@@ -196,7 +195,7 @@ def main(
     manager = ocp.CheckpointManager(
         (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     )
-    weights = looking_back(random_arrays(abstract(config), seed), config)
+    weights = init_lookback_heads(random_arrays(abstract(config), seed), config)
     state = {
         "weights": weights,
         "ema": jax.tree.map(jnp.copy, weights),
@@ -239,8 +238,8 @@ def main(
         manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=meta))
         manager.wait_until_finished()
 
-    def batch(at: int, done: float):
-        length = row_length(Random(f"length/{seed}/{at}"), done) if drilled else 256
+    def batch(at: int, progress: float):
+        length = row_length(Random(f"length/{seed}/{at}"), progress) if drilled else 256
         mix = corpus.MIX if drilled else corpus.DRILLS
         return corpus.training_rows(tokenizer, f"{seed}/{at}", TOKENS // length, length, mix)
 
@@ -255,12 +254,12 @@ def main(
         checked = elapsed
         following = pool.submit(batch, step, elapsed / 60 / minutes)
         while elapsed < minutes * 60 and not stop:
-            done = elapsed / 60 / minutes
+            progress = elapsed / 60 / minutes
             rows = following.result()
-            following = pool.submit(batch, step + 1, done)
+            following = pool.submit(batch, step + 1, progress)
             fields = (rows.tokens, rows.targets, rows.weights, rows.documents)
             state, loss = train(
-                state, fields, learning_rate(step, done), min(EMA, (1 + step) / (10 + step))
+                state, fields, learning_rate(step, progress), min(EMA, (1 + step) / (10 + step))
             )
             losses.append(float(loss))
             step = step + 1
@@ -269,9 +268,11 @@ def main(
             last = now
             bar.update(line, completed=elapsed, description=f"step {step} loss {losses[-1]:.3f}")
             if not drilled and step % 20 == 0:
-                known = recall(predict, state["weights"], tokenizer)
-                drilled = known >= RECALL or done > DRILLED
-                console.print(f"step {step:6d}  {known:.0%} of values known", highlight=False)
+                recalled_share = recall(predict, state["weights"], tokenizer)
+                drilled = recalled_share >= RECALL or progress > DRILLED
+                console.print(
+                    f"step {step:6d}  {recalled_share:.0%} of values known", highlight=False
+                )
             if step % 50 == 0:
                 mean = sum(losses[-50:]) / len(losses[-50:])
                 console.print(
@@ -285,7 +286,7 @@ def main(
                     "  ".join(f"{task} {value:.0%}" for task, value in scores.items()),
                     highlight=False,
                 )
-                last = time.monotonic()  # judging is not training time
+                last = time.monotonic()  # evaluation does not count as training time
     save()
     if not stop:
         export(out / "hf", state["ema"], config, tokenizer)

@@ -1,1 +1,1 @@
-"""Makes what is published."""
+"""Builds release artifacts."""

@@ -1,9 +1,9 @@
-"""`python -m tools.release.wheel WHEEL KERNELS`: of the wheel for all platforms one for some, with
-CPU kernels.
+"""`python -m tools.release.wheel WHEEL KERNELS`: build a platform wheel with compiled CPU kernels
+from the pure Python wheel.
 
-KERNELS is a folder that `quire build-kernels` has filled. The tag says the kind of machine that the
-libraries are for, and the oldest glibc and libstdc++ that have all symbols that they need, so that
-pip installs the wheel where they load, and the one for all elsewhere.
+KERNELS is a folder that `quire build-kernels` has filled. The wheel's manylinux tag has the
+libraries' architecture and the oldest glibc (and libstdc++) with all symbols that they need. So pip
+installs this wheel where the libraries load, and the pure wheel elsewhere.
 """
 
 import base64
@@ -14,15 +14,15 @@ import zipfile
 from pathlib import Path
 
 PLACE = "quire/ops/native/built"
-# The newest symbols of libstdc++ (GLIBCXX_3.4.N) that a system has whose glibc is 2.N: PEP 600
-# counts by glibc alone.
+# glibc 2.N -> newest libstdc++ symbol version (GLIBCXX_3.4.N) on systems with it. Needed because
+# manylinux tags (PEP 600) only state the glibc version.
 LIBSTDCXX = {19: 17, 22: 24, 24: 27, 26: 30, 28: 31, 29: 34, 30: 35, 33: 39}
-OLDEST = 17  # no older system is in use, or has a name
-MACHINES = {62: "x86_64", 183: "aarch64"}  # by ELF's number
+OLDEST = 17  # glibc 2.17 is the oldest version with a manylinux tag
+MACHINES = {62: "x86_64", 183: "aarch64"}  # ELF machine number -> architecture in tags
 
 
 def machine(library: bytes) -> str:
-    """The kind of machine that a library is for, as tags call it."""
+    """The architecture of a library, as in platform tags."""
     number = int.from_bytes(library[18:20], "little") if library[:6] == b"\x7fELF\x02\x01" else None
     if number not in MACHINES:
         raise ValueError(f"a library is no ELF of 64 bits for {' or '.join(MACHINES.values())}")
@@ -30,20 +30,20 @@ def machine(library: bytes) -> str:
 
 
 def oldest_glibc(library: bytes) -> int:
-    """The N of the first glibc 2.N that comes with all that a library needs."""
+    """The minor version N of the oldest glibc 2.N on systems with all symbols of a library."""
     needed = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)]
     for minor in map(int, re.findall(rb"GLIBCXX_3\.4\.(\d+)", library)):
-        found = next((glibc for newest, glibc in LIBSTDCXX.items() if minor <= newest), None)
-        if found is None:
+        glibc_minor = next((glibc for newest, glibc in LIBSTDCXX.items() if minor <= newest), None)
+        if glibc_minor is None:
             raise ValueError(
                 f"a library needs GLIBCXX_3.4.{minor}, and no system is known that has it"
             )
-        needed.append(found)
+        needed.append(glibc_minor)
     return max([OLDEST, *needed])
 
 
 def platform_wheel(pure: Path, kernels: Path) -> Path:
-    """Write the wheel beside the other; returns its path."""
+    """Write the platform wheel to the folder of the pure wheel; returns its path."""
     libraries = {path: path.read_bytes() for path in sorted(kernels.rglob("*.so"))}
     if not libraries:
         raise ValueError(

@@ -140,8 +140,8 @@ def read_node(dense: ArraySpec, node: Rounded, sources, tensors: dict[str, Any])
     """Build a node from stored codes without requantising.
 
     Every field is broadcast to the matrix's shape and then treated like a dense weight: each
-    source's `turn` is applied, and the result goes to its index `at`. One row of each group is kept
-    of a broadcast field; turns do not permute inputs.
+    source's `transform` is applied, and the result goes to its index `at`. One row of each group is
+    kept of a broadcast field; turns do not permute inputs.
     """
     axes = len(node.into)
     columns = math.prod(node.into)
@@ -156,7 +156,7 @@ def read_node(dense: ArraySpec, node: Rounded, sources, tensors: dict[str, Any])
             out = fields[name]
             step = {columns: 1, 1: columns}.get(value.shape[1], node.inputs_per_value(name))
             values = np.moveaxis(
-                source.turn(matrix.spread(name, value, node)), dense.inputs, range(axes)
+                source.transform(matrix.spread(name, value, node)), dense.inputs, range(axes)
             )
             values = values.reshape(columns, *values.shape[axes:])
             values = values[: value.shape[1]] if name in node.lists else values[::step]

@@ -338,25 +338,25 @@ class WarpgroupTask:
     def store_softmax(self, best_M, total_M, sum_slice) -> None:
         """Spill the softmax of the spans so far to global memory."""
         for start, size in column_chunks(self.shape):
-            self.outs.sums[self.spill_index, :, pl.ds(start, size)] = sum_slice(start, size)
-        self.outs.totals[self.spill_index], self.outs.bests[self.spill_index] = total_M, best_M
+            self.outs.sums[self.scratch_index, :, pl.ds(start, size)] = sum_slice(start, size)
+        self.outs.totals[self.scratch_index], self.outs.bests[self.scratch_index] = total_M, best_M
 
     def load_softmax(self):
         """Load the softmax that `store_softmax` has spilled."""
         best_M, total_M = (
-            self.tiles.load_rows(x.at[self.spill_index])
+            self.tiles.load_rows(x.at[self.scratch_index])
             for x in (self.outs.bests, self.outs.totals)
         )
         return (
             best_M,
             total_M,
             lambda start, size: self.tiles.load(
-                self.outs.sums.at[self.spill_index, :, pl.ds(start, size)]
+                self.outs.sums.at[self.scratch_index, :, pl.ds(start, size)]
             ),
         )
 
     @property
-    def spill_index(self):
+    def scratch_index(self):
         """The warpgroup's index in the buffers for spilled softmaxes."""
         return lax.axis_index("processor") * self.shape.warpgroups + self.warpgroup
 

@@ -46,9 +46,9 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
         jax.ShapeDtypeStruct((shape.rows, shape.heads, shape.values), dtype),
     ]
     if not shape.spans_in_registers:
-        spill_shape = shape.processors * shape.warpgroups, ROWS
+        scratch_shape = shape.processors * shape.warpgroups, ROWS
         out += [
-            jax.ShapeDtypeStruct((*spill_shape, *size), jnp.float32)
+            jax.ShapeDtypeStruct((*scratch_shape, *size), jnp.float32)
             for size in ((shape.columns,), (), ())
         ]
     names = [name for name, x in inputs._asdict().items() if x is not None]

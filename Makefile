@@ -13,13 +13,15 @@ WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); ec
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 python
 
-.PHONY: help demo serve test check test-all lint parity real real-small test-clients gpu-compiler docs dist clean
+.PHONY: help demo serve test check check-tests check-clients check-parity test-all lint parity real real-small test-clients
+.PHONY: gpu-compiler docs dist clean
 
 help:
 	@echo "make demo     watch the bundled model write a story"
 	@echo "make serve    the same model behind HTTP, with a page to look at"
 	@echo "make test     linters, types, and the quick tests, of every part: for each change"
-	@echo "make check    and what needs more: chaos, browser, Ray, hosts, devices, sanitizers, clients, parity"
+	@echo "make check    and what needs more: chaos, browser, Ray, hosts, devices, sanitizers, clients, parity. Its parts:"
+	@echo "              lint, check-tests (TESTS=tests/engine for a folder), check-clients, check-parity, real-small"
 	@echo "make test-all every case of all of that, and every random one: hours"
 	@echo "make parity   the same tokens as transformers? (installs torch)"
 	@echo "make real     models with trained weights (fetches 1.8 GB, builds llama.cpp); real-small: its two smallest (180 MB)"
@@ -41,11 +43,22 @@ BY_FILE := --dist loadfile --no-loadscope-reorder --durations=10
 test: lint
 	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not slow and not nightly"
 
-check: lint $(VENV)/.parity
-	$(PYTEST) -m "not nightly" tests/clients
-	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not nightly"
-	$(PYTEST) --dist worksteal -m "not nightly" tests/parity
+# The parts of a check, which CI runs side by side: TESTS are the folders or files of check-tests.
+TESTS :=
+check: lint
+	$(MAKE) check-clients
+	$(MAKE) check-tests
+	$(MAKE) check-parity
 	$(MAKE) real-small
+
+check-tests: $(VENV)/.test
+	QUIRE_CASES=0.1 $(PYTEST) $(BY_FILE) -m "not nightly" $(TESTS)
+
+check-clients: $(VENV)/.test
+	$(PYTEST) -m "not nightly" tests/clients
+
+check-parity: $(VENV)/.parity
+	$(PYTEST) --dist worksteal -m "not nightly" tests/parity
 
 test-all: lint parity test-clients real
 	$(PYTEST) $(BY_FILE)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ...sharding import struct
 from ..quant.compressed import Rounded
-from . import weight as xla
+from . import xla
 from .gpu_kernel import prepare
 from .gpu_kernel.shape import FEATURES
 from .weight import GpuMatrix, Weight, check_subscripts, plain

@@ -1237,3 +1237,13 @@ def test_compiles_for_other_gpus(name, triton_steps):
     step = steps[name]
     print("|", gpu, "|", name, "|", step.spilled, "|")
     assert step.outside == {"kCustomKernel": 1} and not step.spilled and not step.kernels
+
+
+def test_gpu_weight_looks_up_rows_and_picks_a_matrix_as_xla_does():
+    rng = np.random.default_rng(0)
+    table_VD = jnp.asarray(rng.normal(size=(6, 16)), jnp.bfloat16)
+    table = linear.GpuWeight(table_VD)
+    np.testing.assert_array_equal(table[jnp.array([4, 0, 4])], table_VD[jnp.array([4, 0, 4])])
+    assert table.rows == 6
+    stack_EDF = jnp.asarray(rng.normal(size=(3, 4, 8)), jnp.bfloat16)
+    np.testing.assert_array_equal(linear.GpuWeight(stack_EDF).pick(1), stack_EDF[1])

@@ -56,7 +56,7 @@ class DeltaNet(Recurrent):
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's inputs to the state."""
+        """Shapes of the arrays by which a token updates the state."""
         keys, values = self.sizes
         return (2 * keys + values,), (2, self.heads)
 
@@ -102,7 +102,7 @@ class KimiDelta(Recurrent):
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's inputs to the state."""
+        """Shapes of the arrays by which a token updates the state."""
         return (3 * self.size,), (self.heads, self.dim), (self.heads,)
 
     @property
@@ -160,7 +160,7 @@ class Mamba2(Recurrent):
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's inputs to the state."""
+        """Shapes of the arrays by which a token updates the state."""
         return (self.sizes[1],), (self.heads,)
 
     @property
@@ -203,7 +203,7 @@ class ShortConv(Recurrent):
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a token's inputs to the state."""
+        """Shapes of the arrays by which a token updates the state."""
         return ((self.channels,),)
 
     @property

@@ -143,8 +143,8 @@ class LLM:
             return self.metrics.values()
 
     def expert_loads(self) -> dict[int, dict[str, list]]:
-        """Return, by layer of a mixture of experts, the tokens of each expert, counted every 64
-        steps.
+        """Return the tokens that each expert has computed, by layer; they are read from the device
+        every 64 steps.
         """
         with self.turn():
             return self.engine.runner.read_expert_loads()

@@ -124,7 +124,7 @@ def q5_1(blocks: np.ndarray) -> Fields:
 
 
 def q8_0(blocks: np.ndarray) -> Fields:
-    """The stored bytes are signed: -128 becomes the code 0."""
+    """Read blocks of 32 int8 values with one scale; codes are unsigned, with the zero point 128."""
     return Fields(blocks[:, 2:] ^ np.uint8(128), float32_at(blocks, 0), 32, zero=128)
 
 

@@ -134,7 +134,7 @@ class HostCache:
         return nodes
 
     def submit_write(self, copy: HostCopy, patiently: bool) -> None:
-        """Write a copy in a thread."""
+        """Write a page in host memory to the disk, in a thread."""
         size = self.page_bytes[copy.group]
         while self.writes and (
             self.writes[0][0].done() or patiently and self.pending_bytes + size > self.capacity

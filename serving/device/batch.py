@@ -61,8 +61,8 @@ class BatchLayout:
 
     @cached_property
     def parts(self):
-        """The arrays of a batch of padding, the tree that they make up, and the bounds of each in
-        the buffer.
+        """(arrays of an all-padding batch, their tree structure, where each begins and ends in the
+        buffer).
         """
         batch = empty(self.shape)
         arrays, tree = jax.tree.flatten(batch)

@@ -67,7 +67,7 @@ class BatchBuilder:
         self.draws_plainly = False  # the batch that was built last asks for nothing but plain draws
 
     def place(self, seq: Sequence) -> int:
-        """The device's number of a sequence's slot."""
+        """The index of a sequence's slot among those of all replicas."""
         return seq.replica * self.shape.max_seqs + seq.slot
 
     def forget(self) -> None:
@@ -432,7 +432,9 @@ def tokens_of(item: ScheduledSequence) -> list[int]:
 
 
 def following(item: ScheduledSequence) -> int:
-    """The token after the sequence's last row; 0 where nobody knows it yet."""
+    """The token after the sequence's last scheduled one, for the drafter; 0 if it is not sampled
+    yet.
+    """
     end = item.start + item.num_tokens
     return item.seq.tokens[end] if not item.num_samples and end < len(item.seq.tokens) else 0
 

@@ -72,7 +72,7 @@ VLLM_ONLY = {
 
 
 def sampling_fields(endpoint: str) -> tuple[str, ...]:
-    """The sampling parameters that an endpoint takes under their own names."""
+    """Names of the sampling parameters that an endpoint takes as fields of the same names."""
     return tuple(
         name for name, declaration in SAMPLING.items() if endpoint in declaration.endpoints
     )

@@ -55,7 +55,7 @@ class ResponseStart(NamedTuple):
 
 
 class ResponsePiece(NamedTuple):
-    """Bytes of a response, and the parts of the answer in them."""
+    """Bytes of a streamed response, and the tokens that they hold, to resume the answer elsewhere."""
 
     data: bytes
     streamed: list[Streamed]

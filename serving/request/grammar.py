@@ -64,8 +64,9 @@ class CompiledGrammar:
         self.lock = threading.Lock()
 
     def replacement(self, failed: "LLMatcher", factor: int) -> "LLMatcher":
-        """Return a matcher with another table than `failed`, and with limits raised by `factor` at
-        least.
+        """Return a matcher with a fresh lexer table, to replace the `failed` one.
+
+        Its limits are at least `factor` times those of the first.
         """
         with self.lock:
             if self.matcher is failed or factor > self.factor:

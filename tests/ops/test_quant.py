@@ -52,7 +52,7 @@ def dense_spec(into=(256,), out=(2, 64)):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.slow
-def test_specs_match_the_quantized_arrays(name):
+def test_specs_have_the_shapes_and_dtypes_of_quantized_arrays(name):
     spec = quant.packed(name, dense_spec())
     weight = np.random.default_rng(0).standard_normal((256, 2, 64)).astype(np.float32)
     node = spec.quantize(weight)

@@ -1216,7 +1216,7 @@ def make_trace(*events: tuple[str, float, float, str]) -> SimpleNamespace:
     )
 
 
-def test_step_trace_is_attributed_to_scopes_by_hand():
+def test_step_trace_is_attributed_to_scopes():
     """Two steps in one loop of a program, a copy outside of the steps, and idle time."""
     lengths = (("call.1", 0, 2.0), ("fusion.4", 2, 0.5), ("call.2", 3, 1), ("call.3", 4, 3))
     first_step, second_step = (

@@ -213,7 +213,7 @@ def prepend_zero(cumulative_B):
 
 
 def as_words(flags_C):
-    """Pack flags of a byte each into int32 words."""
+    """View flags as int32 words of four bytes, one byte for each flag."""
     bytes_C = jnp.pad(flags_C.astype(jnp.uint8), (0, -flags_C.shape[0] % 4))
     return jax.lax.bitcast_convert_type(bytes_C.reshape(-1, 4), jnp.int32)
 

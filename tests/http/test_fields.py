@@ -96,7 +96,7 @@ def test_null_fields_equal_absent_fields(parse, module):
 
 
 @both_endpoints
-def test_labels_have_no_effect(parse):
+def test_metadata_fields_have_no_effect(parse):
     assert parse(**{name: {"any": ["thing"]} for name in LABELS}) == parse()
 
 

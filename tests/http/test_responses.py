@@ -226,7 +226,7 @@ def test_every_other_field_is_applied():
         ), name
 
 
-def test_labels_have_no_effect():
+def test_metadata_fields_have_no_effect():
     assert parse_request(**{name: {"any": ["thing"]} for name in IGNORED_FIELDS}) == parse_request()
 
 

@@ -252,7 +252,7 @@ def test_low_bit_products_match_float64(name, into, out):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.slow
-def test_specs_match_the_quantized_arrays(name):
+def test_specs_have_the_shapes_and_dtypes_of_quantized_arrays(name):
     spec = quant.packed(name, spec_of((256,), (2, 64)))
     node = spec.quantize(np.random.default_rng(0).standard_normal((256, 2, 64)).astype(np.float32))
     for leaf_spec, array in zip(jax.tree.leaves(spec), jax.tree.leaves(node), strict=True):

@@ -11,7 +11,7 @@ from ..model.checkpoint.folder import ADAPTER
 from ..model.config import ModelConfig, ModelError
 from .api.errors import RequestError
 from .api.lora import LoRARequest
-from .api.params import Terms
+from .api.params import RequestOptions
 from .engine.admission import NO_ADAPTERS
 
 
@@ -68,7 +68,9 @@ def file_stamp(folder: Path) -> tuple[Any, ...]:
     return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 
-def with_adapter(terms: Terms, store: AdapterStore | None, request: LoRARequest | None) -> Terms:
+def with_adapter(
+    terms: RequestOptions, store: AdapterStore | None, request: LoRARequest | None
+) -> RequestOptions:
     """Return the terms of a request with its adapter."""
     if request is None:
         return terms

@@ -13,7 +13,7 @@ from .api.errors import NotServing
 from .api.lora import LoRARequest
 from .api.options import Pooling, make_options, takes_options
 from .api.outputs import CompletionDelta, RequestDelta, RequestOutput
-from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
+from .api.params import PLAIN, RequestOptions, RequestOutputKind, SamplingParams
 from .api.prompts import Prompt
 from .build import make_engine
 from .defaults import default_params
@@ -28,13 +28,13 @@ from .request.request import Request
 from .resume import Streamed, resume
 
 
-class Ask(NamedTuple):
+class EngineRequest(NamedTuple):
     """A prompt, and how to serve it."""
 
     tokens: list[int]
     params: SamplingParams
     text: str | None = None
-    terms: Terms = PLAIN
+    terms: RequestOptions = PLAIN
     pooling: Pooling | None = None  # set if hidden states are wanted instead of tokens
     second_start: int = FAR  # where the second text of a pair starts
 
@@ -141,7 +141,7 @@ class AsyncLLM:
         params = sampling_params or self.get_default_sampling_params()
         kind = getattr(params, "output_kind", None)  # the engine refuses other types
         read = Request.delta if kind is RequestOutputKind.DELTA else Request.output
-        requests = [Ask(tokens, params, text, terms)]
+        requests = [EngineRequest(tokens, params, text, terms)]
         answers = await self.ask(
             [name], requests, read, at_end=kind is RequestOutputKind.FINAL_ONLY
         )
@@ -164,7 +164,7 @@ class AsyncLLM:
     async def ask(
         self,
         names: list[str],
-        asks: Sequence[Ask],
+        asks: Sequence[EngineRequest],
         read: Callable[[Request], RequestDelta | RequestOutput] = Request.output,
         at_end: bool = False,
         streamed: Sequence[Streamed] = (),
@@ -201,7 +201,9 @@ class AsyncLLM:
             raise
         return answers
 
-    async def beams(self, name: str, asks: Sequence[Ask], params: BeamSearchParams) -> list[Search]:
+    async def beams(
+        self, name: str, asks: Sequence[EngineRequest], params: BeamSearchParams
+    ) -> list[Search]:
         """Run the beam search of each prompt; every step computes what all beams need."""
         tokens = [ask.tokens for ask in asks]
         terms = [ask.terms for ask in asks]
@@ -209,7 +211,7 @@ class AsyncLLM:
         step_params = next_token(params)
         step = 0
         while beam_asks := [
-            Ask(beam, step_params, None, beam_search.terms)
+            EngineRequest(beam, step_params, None, beam_search.terms)
             for beam_search in searches
             for beam in beam_search.asked()
         ]:
@@ -226,7 +228,7 @@ class AsyncLLM:
             step += 1
         return searches
 
-    def add(self, name: str, ask: Ask) -> Request:
+    def add(self, name: str, ask: EngineRequest) -> Request:
         """Queue one prompt, in the engine's thread."""
         return self.engine.add(
             name, ask.tokens, ask.params, ask.text, ask.terms, ask.pooling, ask.second_start

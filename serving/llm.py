@@ -23,7 +23,7 @@ from .api.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms, declarations
+from .api.params import PLAIN, RequestOptions, RequestOutputKind, SamplingParams, declarations
 from .api.prompts import Prompt, TokensPrompt
 from .api.validation import refuse_unknown, shown
 from .build import make_engine
@@ -44,7 +44,7 @@ from .request.request import Request
 from .search import Reward, SearchOutput, SearchParams, is_chat
 from .search import search as search_answers
 
-TERMS = tuple(declarations(Terms))
+TERMS = tuple(declarations(RequestOptions))
 PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
 
 
@@ -537,9 +537,9 @@ def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> lis
 
 def parse_prompt(
     prompt: Prompt, tokenizer: Tokenizer | None, priority: int | None = None
-) -> tuple[str | None, list[int], Terms]:
+) -> tuple[str | None, list[int], RequestOptions]:
     """Return (text or None, token ids, terms) of a prompt given as text, as ids or as a dict."""
-    terms = PLAIN if priority is None else Terms(priority=priority)
+    terms = PLAIN if priority is None else RequestOptions(priority=priority)
     if isinstance(prompt, Mapping):
         if unknown := set(prompt) - set(PROMPT_KEYS):
             raise RequestError(

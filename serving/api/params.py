@@ -220,7 +220,7 @@ BIASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class RequestOptions:
     """Options of how a request is served, independent of its content."""
 
     # Only requests with the same salt share computed pages.
@@ -236,7 +236,7 @@ class Terms:
         check_fields(self)
 
 
-PLAIN = Terms()
+PLAIN = RequestOptions()
 
 
 def refuse(name: str, value: Any, reason: str) -> NoReturn:

@@ -5,7 +5,7 @@ from typing import Any, NotRequired, TypedDict
 
 
 class PromptTerms(TypedDict):
-    """Service options of a prompt: the fields of `Terms`."""
+    """Service options of a prompt: the fields of `RequestOptions`."""
 
     cache_salt: NotRequired[str]
     share_key: NotRequired[str]

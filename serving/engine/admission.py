@@ -12,7 +12,7 @@ from ...model.text.tokenizer import Tokenizer
 from ...ops.sampling import MAX_BANS
 from ..api.errors import RequestError, TooLong
 from ..api.options import Pooling
-from ..api.params import SamplingParams, Terms
+from ..api.params import RequestOptions, SamplingParams
 from ..api.validation import shown
 from ..cache.page_pool import largest
 from ..cache.page_table import PageTable
@@ -114,7 +114,7 @@ class Admission:
         tokens: list[int],
         params: SamplingParams,
         prompt: str | None,
-        terms: Terms,
+        terms: RequestOptions,
         pooling: Pooling | None,
         second: int,
         now: float,

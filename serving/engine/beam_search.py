@@ -10,7 +10,7 @@ from itertools import islice
 
 from ..api.errors import EngineError, RequestError
 from ..api.outputs import CompletionOutput, FinishReason
-from ..api.params import MAX_LOGPROBS, PLAIN, SamplingParams, Terms
+from ..api.params import MAX_LOGPROBS, PLAIN, RequestOptions, SamplingParams
 from ..api.validation import INT32_MAX, boolean, integer, number
 from ..request.request import Completion, Request
 from .engine import Engine
@@ -61,7 +61,7 @@ class Search:
     """One prompt's beams under way."""
 
     prompt: list[int]
-    terms: Terms
+    terms: RequestOptions
     params: BeamSearchParams
     limit: int  # tokens that may follow
     eos: frozenset[int]
@@ -111,7 +111,7 @@ def search(
     engine: Engine,
     prompts: Seq[Seq[int]],
     params: BeamSearchParams,
-    terms: Seq[Terms] | None = None,
+    terms: Seq[RequestOptions] | None = None,
     turn: Callable[[], AbstractContextManager] = nullcontext,
     most: int | None = None,
 ) -> list[BeamSearchOutput]:
@@ -134,7 +134,7 @@ def search(
 
 
 def begin(
-    engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[Terms]
+    engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[RequestOptions]
 ) -> list[Search]:
     """A search for each prompt; what cannot be served is refused before anything is computed."""
     if any(request_options.timeout is not None for request_options in terms):
@@ -194,7 +194,7 @@ def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: flo
 
 
 def ask(
-    engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingParams
+    engine: Engine, prompts: Seq[tuple[list[int], RequestOptions]], params: SamplingParams
 ) -> list[list[tuple[int, float]]]:
     """The likeliest tokens after each prompt, with their log-probabilities."""
     requests: list[Request] = []

@@ -11,7 +11,7 @@ from ...model.config import FAR
 from ...model.text.tokenizer import Tokenizer
 from ..api.errors import QueueFull, RequestError
 from ..api.options import Pooling
-from ..api.params import PLAIN, SamplingParams, Terms
+from ..api.params import PLAIN, RequestOptions, SamplingParams
 from ..cache.page_table import PageTable
 from ..request.request import Request
 from ..speculative.config import SpeculativeConfig
@@ -90,7 +90,7 @@ class Engine:
         tokens: list[int],
         params: SamplingParams,
         prompt: str | None = None,
-        terms: Terms = PLAIN,
+        terms: RequestOptions = PLAIN,
         pooling: Pooling | None = None,
         second: int = FAR,
     ) -> Request:

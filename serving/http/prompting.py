@@ -14,7 +14,7 @@ from .. import parsing
 from ..api.errors import RequestError, TooLong
 from ..api.params import SamplingParams
 from ..api.structured import ServersGrammar
-from ..async_llm import Ask
+from ..async_llm import EngineRequest
 from ..chat_prompt import render, template_source
 from ..engine.admission import check_listed
 from ..engine.engine import Engine
@@ -46,7 +46,7 @@ TruncatingRequest = ChatRequest | CompletionRequest | EmbeddingRequest
 class Prepared:
     """The requests to the engine, and how its answers are parsed."""
 
-    engine_requests: list[Ask]
+    engine_requests: list[EngineRequest]
     prompts: list[AnsweredPrompt]
     parser: Any  # makes a parser for each answer
     max_calls: int | None = None  # tool calls in one answer
@@ -162,7 +162,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
         "top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.shape.num_logprobs
     )
     tokens = truncate_prompt(tokens, request, params, engine)
-    ask = Ask(tokens, params, text, request.terms)
+    ask = EngineRequest(tokens, params, text, request.terms)
     return Prepared(
         [ask],
         [AnsweredPrompt(text, tokens, applied=applied_edits)],
@@ -328,7 +328,7 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
         if request.suffix:
             text = None
             tokens = infill_tokens(engine, request, tokens)
-        engine_requests.append(Ask(tokens, request.params, text, request.terms))
+        engine_requests.append(EngineRequest(tokens, request.params, text, request.terms))
         if request.echo and (text is None or request.truncate_prompt_tokens is not None):
             tokenizer = require_tokenizer(engine)
             vocabulary = engine.config.vocab_size

@@ -19,9 +19,9 @@ from ...model.config import ModelError
 from ..adapter_store import with_adapter
 from ..api.errors import RequestError
 from ..api.outputs import CompletionOutput, RequestOutput
-from ..api.params import Terms
+from ..api.params import RequestOptions
 from ..api.validation import INT32_MAX
-from ..async_llm import Ask, AsyncLLM
+from ..async_llm import AsyncLLM, EngineRequest
 from ..defaults import with_defaults
 from ..engine.beam_search import BeamSearchParams, Search
 from ..engine.engine import Engine
@@ -66,7 +66,7 @@ MAX_IGNORED_NAMES = 256  # ignored fields that the log names while the server ru
 UNLOGGED = ("/health", "/ping", "/metrics", "/live", "/page/{name}", "/page/vendor/{name}")
 POLLED = ("/health", "/ping")  # not logged even when they fail, as while a model loads
 
-BeforeAsking = Callable[[AsyncLLM, Ask], Awaitable[None]]
+BeforeAsking = Callable[[AsyncLLM, EngineRequest], Awaitable[None]]
 
 
 class Protocol(NamedTuple):
@@ -242,7 +242,7 @@ class Service:
             name, model, created or int(time.time()), f"quire-{self.settings.version}", prompts
         )
 
-    def tenant_terms(self, terms: Terms, key: str | None) -> Terms:
+    def tenant_terms(self, terms: RequestOptions, key: str | None) -> RequestOptions:
         """Add the server's time limit, and separate the tenants' prefix caches and queue shares."""
         max_seconds = self.settings.request_seconds
         if max_seconds is not None and (terms.timeout or 0) > max_seconds:
@@ -261,7 +261,9 @@ class Service:
             return delivery
         return replace(delivery, include_usage=True, continuous_usage=True)
 
-    async def terms_with_adapter(self, model: Model, name: str | None, terms: Terms) -> Terms:
+    async def terms_with_adapter(
+        self, model: Model, name: str | None, terms: RequestOptions
+    ) -> RequestOptions:
         """Options with the adapter called `name`, if it is not the model itself.
 
         The adapter is loaded again if host memory has dropped it.
@@ -529,7 +531,7 @@ def tenant_id(key: str | None) -> str | None:
     return None if key is None else digest(f"salt {key}").hex()[:32]
 
 
-def beam_search_output(search: Search, ask: Ask, engine: Engine) -> RequestOutput:
+def beam_search_output(search: Search, ask: EngineRequest, engine: Engine) -> RequestOutput:
     """The result of a beam search as an engine output; the end token has no text."""
     outputs = []
     for index, beam in enumerate(search.best()):
@@ -545,7 +547,7 @@ def beam_search_output(search: Search, ask: Ask, engine: Engine) -> RequestOutpu
     return RequestOutput("", ask.text, ask.tokens, outputs)
 
 
-def with_seed(ask: Ask, seed: int | None) -> Ask:
+def with_seed(ask: EngineRequest, seed: int | None) -> EngineRequest:
     return ask if seed is None else ask._replace(params=replace(ask.params, seed=seed))
 
 

@@ -6,7 +6,7 @@ import secrets
 import string
 from collections.abc import Callable, Generator, Iterator
 
-from .pieces import Arguments, Said
+from .pieces import Arguments, TextPiece
 from .reader import FormatError, Reader, hold_blank
 
 BEGINS = frozenset('{"')  # starts arguments: an object, or a string that holds one
@@ -32,7 +32,7 @@ def try_call(reader: Reader, steps: Iterator[None]) -> Generator[None, None, boo
         yield from steps
     except FormatError:
         if reader.calls == calls:
-            reader.release(Said)
+            reader.release(TextPiece)
             return False
     else:
         if not reader.has_arguments:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .parser import Parser
-from .pieces import Arguments, CallStart, Piece, Said
+from .pieces import Arguments, CallStart, Piece, TextPiece
 
 
 class CustomCalls:
@@ -67,7 +67,7 @@ class CustomCalls:
         text = written if self.bare else self._text_of(written)
         if text is None or not self.tools[call.name](text):
             self.untrue += 1
-            return [Said(written if text is None else text)]
+            return [TextPiece(written if text is None else text)]
         index = call.index - self.untrue
         return [replace(call, index=index), Arguments(index, text)]
 

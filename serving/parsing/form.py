@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from .calls import BEGINS, new_id, read_arguments, read_call_object, try_call
-from .pieces import Said
+from .pieces import TextPiece
 from .python_values import read_keywords
 from .quoted_fields import read_fields
 from .reader import FormatError, Reader, hold_blank, hold_marker, read_text
@@ -164,7 +164,7 @@ class Form:
                     reader.drop()
                     pending = self.closing[index + 1 :]
         except FormatError:
-            reader.release(Said)
+            reader.release(TextPiece)
         return tuple(closing_marker for closing_marker in pending if len(closing_marker) > 1)
 
     def read_call(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterator
 
 from .calls import BEGINS, new_id, read_arguments, try_call
 from .form import Form
-from .pieces import Said, Thought
+from .pieces import ReasoningPiece, TextPiece
 from .reader import FormatError, Reader, Text, hold_blank, hold_marker, read_text
 
 START = "<|start|>"
@@ -27,14 +27,14 @@ def call_form(specials: Collection[str]) -> Form:
 
 def read(reader: Reader, tools: bool, inside: bool) -> Iterator[None]:
     """Read an answer. The prompt ended within the header of a message, or `inside` a thought."""
-    kind: Text = Thought
+    kind: Text = ReasoningPiece
     if not inside:
         yield from hold_blank(reader)
         kind = yield from message(reader, (START, CHANNEL, MESSAGE, "to="), tools)
     while found_marker := (yield from read_text(reader, (START, CHANNEL, *ENDS), kind)):
         if found_marker in ENDS:
             reader.drop()
-            kind = Said
+            kind = TextPiece
         else:
             kind = yield from message(reader, (), tools)
 
@@ -47,14 +47,14 @@ def message(reader: Reader, openings: tuple[str, ...], tools: bool) -> Generator
     try:
         head = yield from header(reader, openings)
     except FormatError:
-        reader.release(Said)
-        return Said
+        reader.release(TextPiece)
+        return TextPiece
     to = RECIPIENT.search(head)
     if to and tools:
         yield from try_call(reader, body(reader, to[1]))
-        return Said
+        return TextPiece
     reader.drop()
-    return Thought if THINKING.search(head) else Said
+    return ReasoningPiece if THINKING.search(head) else TextPiece
 
 
 def header(reader: Reader, openings: tuple[str, ...]) -> Generator[None, None, str]:

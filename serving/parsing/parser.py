@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from .pieces import Piece, Said
+from .pieces import Piece, TextPiece
 
 
 class Parser(Protocol):
@@ -34,7 +34,7 @@ class ParserChain:
         self.keeps_special = any(parser.keeps_special for parser in parsers)
 
     def push(self, text: str) -> list[Piece]:
-        return self._through(0, [Said(text)] if text else [])
+        return self._through(0, [TextPiece(text)] if text else [])
 
     def finish(self) -> list[Piece]:
         out: list[Piece] = []
@@ -47,6 +47,6 @@ class ParserChain:
             pieces = [
                 new
                 for old in pieces
-                for new in (parser.push(old.text) if isinstance(old, Said) else [old])
+                for new in (parser.push(old.text) if isinstance(old, TextPiece) else [old])
             ]
         return pieces

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TextPiece:
     """Visible text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningPiece:
     """Reasoning text."""
 
     text: str
@@ -34,4 +34,4 @@ class Arguments:
     text: str
 
 
-Piece = Said | Thought | CallStart | Arguments
+Piece = TextPiece | ReasoningPiece | CallStart | Arguments

@@ -4,9 +4,9 @@ sliced.
 
 from collections.abc import Callable, Collection, Generator, Iterator
 
-from .pieces import Arguments, CallStart, Piece, Said, Thought
+from .pieces import Arguments, CallStart, Piece, ReasoningPiece, TextPiece
 
-Text = type[Said] | type[Thought]
+Text = type[TextPiece] | type[ReasoningPiece]
 
 
 class FormatError(Exception):
@@ -40,15 +40,15 @@ class Reader:
         """Return the pieces that are now certain."""
         for index, char in enumerate(text):
             if not self._step(char):
-                self.release(Said)
-                self.add(Said, text[index:])
+                self.release(TextPiece)
+                self.add(TextPiece, text[index:])
                 break
         return self._finished()
 
     def finish(self) -> list[Piece]:
         """Return the pieces that were held back; no more text follows."""
         self._step("")
-        self.flush_end(Said)
+        self.flush_end(TextPiece)
         return self._finished()
 
     def hold(self) -> None:
@@ -153,7 +153,7 @@ def hold_marker(reader: Reader, markers: Collection[str]) -> Generator[None, Non
 
 
 def read_text(
-    reader: Reader, markers: Collection[str], kind: Text = Said
+    reader: Reader, markers: Collection[str], kind: Text = TextPiece
 ) -> Generator[None, None, str | None]:
     """Emit text up to the first marker; hold it with the white space before it. None at the end.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .calls import OPENS, new_id, read_value
-from .pieces import Arguments, Said
+from .pieces import Arguments, TextPiece
 from .reader import FormatError, Reader, hold_blank, hold_marker
 from .schema_types import as_json, declared_properties, is_text
 
@@ -68,7 +68,7 @@ def read_parameters(
         reader.drop()
         return
     reader.add(Arguments, "}")
-    reader.drop() if found_marker else reader.release(Said)
+    reader.drop() if found_marker else reader.release(TextPiece)
 
 
 def read_parameter(

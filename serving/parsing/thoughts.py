@@ -5,7 +5,7 @@ written.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .pieces import Said, Thought
+from .pieces import ReasoningPiece, TextPiece
 from .reader import FormatError, Reader, hold_blank, hold_marker, read_text
 
 
@@ -36,7 +36,7 @@ class Thoughts:
         White space next to the markers is dropped.
         """
         if self.is_kept:
-            reader.add(Said, self.opens[0])
+            reader.add(TextPiece, self.opens[0])
             return
         found_marker = None
         yield from hold_blank(reader)
@@ -45,13 +45,15 @@ class Thoughts:
                 reader, (*self.opens, *self.closes) if inside else self.opens
             )
         except FormatError:
-            reader.release(Thought if inside else Said)
+            reader.release(ReasoningPiece if inside else TextPiece)
         if found_marker in self.opens:
             inside = True
             yield from hold_blank(reader)
             reader.drop()
         if inside and found_marker not in self.closes:
-            found_marker = yield from read_text(reader, (*self.closes, *self.other_closes), Thought)
+            found_marker = yield from read_text(
+                reader, (*self.closes, *self.other_closes), ReasoningPiece
+            )
         if found_marker in self.closes:
             reader.drop()
             yield from hold_blank(reader)
@@ -67,7 +69,7 @@ def read_answer(reader: Reader, begin: str, end: str) -> Iterator[None]:
         if not (yield from hold_marker(reader, (begin,))):
             return
     except FormatError:
-        reader.release(Said)
+        reader.release(TextPiece)
         return
     yield from hold_blank(reader)
     reader.drop()

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from .calls import decode_string, expect, hold_string, hold_value, new_id
-from .pieces import Arguments, Said
+from .pieces import Arguments, TextPiece
 from .python_values import refuse
 from .reader import FormatError, Reader, hold_blank, hold_marker
 from .schema_fit import fits
@@ -28,7 +28,7 @@ def unmarked_calls(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> It
         try:
             calls = yield from hold_block(reader, tools)
         except FormatError:
-            reader.release(Said)
+            reader.release(TextPiece)
             return
         for name, arguments in calls:
             reader.begin(name, new_id())

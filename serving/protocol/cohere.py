@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import PLAIN, Terms
+from ..api.params import PLAIN, RequestOptions
 from ..api.validation import INT32_MAX, integer, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ResponseHead, Usage
@@ -45,7 +45,7 @@ class EmbedRequest:
 
     texts: list[str]
     model: str | None = None
-    terms: Terms = PLAIN
+    terms: RequestOptions = PLAIN
     input_type: str | None = None
     embedding_types: Sequence[str] = ("float",)
     dimensions: int | None = None

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams, Terms, declarations
+from ..api.params import MAX_LOGPROBS, SAMPLING, RequestOptions, SamplingParams, declarations
 from ..api.validation import (
     INT32_MAX,
     boolean,
@@ -31,7 +31,9 @@ DELIVERY = (
     "request_id",
 )
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_drafted")
-TERMS = tuple(name for name, declaration in declarations(Terms).items() if declaration.endpoints)
+TERMS = tuple(
+    name for name, declaration in declarations(RequestOptions).items() if declaration.endpoints
+)
 TEMPLATE = (
     "add_generation_prompt",
     "continue_final_message",
@@ -186,9 +188,9 @@ def is_plain(name: str) -> bool:
     return name.isascii() and all(character.isalnum() or character in "-_.:" for character in name)
 
 
-def parse_terms(fields: Mapping[str, Any]) -> Terms:
+def parse_terms(fields: Mapping[str, Any]) -> RequestOptions:
     """Parse the options that concern scheduling and caching, such as `priority` and `timeout`."""
-    return Terms(**{name: fields[name] for name in TERMS if name in fields})
+    return RequestOptions(**{name: fields[name] for name in TERMS if name in fields})
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import MAX_WANTED, PLAIN, Terms
+from ..api.params import MAX_WANTED, PLAIN, RequestOptions
 from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .completion import MAX_PROMPTS
@@ -33,7 +33,7 @@ class LabelRequest:
     items: list[str | list[int]]
     labels: tuple[int, ...]
     model: str | None = None
-    terms: Terms = PLAIN
+    terms: RequestOptions = PLAIN
     apply_softmax: bool = True  # the labels' probabilities add up to 1
     item_first: bool = False
     add_special_tokens: bool = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.params import PLAIN, Terms
+from ..api.params import PLAIN, RequestOptions
 from ..api.validation import boolean, integer, items, refuse_unknown, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ResponseHead, Usage
@@ -40,7 +40,7 @@ class EmbeddingRequest:
 
     prompts: list[str | list[int]]
     model: str | None = None
-    terms: Terms = PLAIN
+    terms: RequestOptions = PLAIN
     encoding_format: str = "float"
     dimensions: int | None = None
     add_special_tokens: bool = True
@@ -55,7 +55,7 @@ class ScoreRequest:
 
     pairs: list[tuple[str, str]]
     model: str | None = None
-    terms: Terms = PLAIN
+    terms: RequestOptions = PLAIN
     # A generative model scores the query after the document, and not the document after the query.
     ranks: bool = False
 

@@ -1,6 +1,6 @@
 """The JSON schemas of request bodies, for the server's OpenAPI document."""
 
-from ..api.params import MAX_WANTED, SAMPLING, Terms, declarations
+from ..api.params import MAX_WANTED, SAMPLING, RequestOptions, declarations
 from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, or_null, real, whole
 from . import (
     batch_file,
@@ -42,7 +42,8 @@ LINE: Schema = {
 }
 
 PARAMS = {
-    name: declaration.rule.schema for name, declaration in (declarations(Terms) | SAMPLING).items()
+    name: declaration.rule.schema
+    for name, declaration in (declarations(RequestOptions) | SAMPLING).items()
 }
 FIELDS: dict[str, Schema] = PARAMS | {  # by field name, for all endpoints
     "model": TEXT,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from ..api.outputs import RequestOutput
 from ..api.params import SamplingParams
 from ..api.prompts import Prompt
-from ..async_llm import Ask, AsyncLLM
+from ..async_llm import AsyncLLM, EngineRequest
 from ..llm import TERMS, parse_prompt
 from .kv_transfer import (
     Handover,
@@ -28,7 +28,7 @@ MIN_MISSING_PAGES = 4
 READ = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 
 
-async def compute_prompt(llm: AsyncLLM, name: str, ask: Ask) -> Handover:
+async def compute_prompt(llm: AsyncLLM, name: str, ask: EngineRequest) -> Handover:
     """Compute a prompt and return its pages, without waiting for the device."""
     answers = await llm.ask([name], [ask._replace(params=READ, text=None)], at_end=True)
     await answers.outputs()
@@ -36,7 +36,7 @@ async def compute_prompt(llm: AsyncLLM, name: str, ask: Ask) -> Handover:
 
 
 async def fetch_missing_pages(
-    llm: AsyncLLM, ask: Ask, reader: Callable[[Ask], Awaitable[Handover]]
+    llm: AsyncLLM, ask: EngineRequest, reader: Callable[[EngineRequest], Awaitable[Handover]]
 ) -> None:
     """Let `reader` compute the pages of a prompt that this engine lacks, if they are many.
 
@@ -83,7 +83,9 @@ class Apart:
             parse_prompt, prompt, self.writer.engine.tokenizer
         )
         await fetch_missing_pages(
-            self.writer, Ask(tokens, sampling_params or SamplingParams(), text, terms), self.read
+            self.writer,
+            EngineRequest(tokens, sampling_params or SamplingParams(), text, terms),
+            self.read,
         )
         prompt_with_tokens = {
             "prompt": text,
@@ -93,7 +95,7 @@ class Apart:
         async for output in self.writer.generate(prompt_with_tokens, sampling_params, request_id):
             yield output
 
-    async def read(self, ask: Ask) -> Handover:
+    async def read(self, ask: EngineRequest) -> Handover:
         handover = await compute_prompt(self.reader, f"read-{next(self.ids)}", ask)
         return handover.map_blocks(self.writer.engine.runner.place_block)
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from ..api.options import make_options
-from ..api.params import SamplingParams, Terms
-from ..async_llm import Ask, AsyncLLM
+from ..api.params import RequestOptions, SamplingParams
+from ..async_llm import AsyncLLM, EngineRequest
 from ..build import folder_of, identity, make_engine
 from ..engine.engine import Engine
 from ..http.app import make_app
@@ -84,12 +84,12 @@ class Replica:
         except Exception as error:
             raise ReplicaFailed(as_http(error).message) from None
 
-    async def fetch_pages(self, llm: AsyncLLM, ask: Ask) -> None:
+    async def fetch_pages(self, llm: AsyncLLM, ask: EngineRequest) -> None:
         """Fetch a prompt's pages from a prefill replica, unless one has just failed."""
         if time.monotonic() >= self.resumes:
             await fetch_missing_pages(llm, ask, self.compute_remotely)
 
-    async def compute_remotely(self, ask: Ask) -> Handover:
+    async def compute_remotely(self, ask: EngineRequest) -> Handover:
         """Compute a prompt on a prefill replica; after a failure, prompts are computed here for a
         while.
         """
@@ -133,7 +133,7 @@ class PromptToRead:
 
     prefix: tuple[bytes, ...]
     tokens: list[int]
-    terms: Terms
+    terms: RequestOptions
 
 
 class PrefillReplica:
@@ -149,7 +149,7 @@ class PrefillReplica:
         return require_host_cache(self.llm.engine.tables[0]).identity
 
     async def read(self, prompt: PromptToRead) -> Handover:
-        ask = Ask(prompt.tokens, SamplingParams(), None, prompt.terms)
+        ask = EngineRequest(prompt.tokens, SamplingParams(), None, prompt.terms)
         handover = await compute_prompt(self.llm, f"read-{next(self.ids)}", ask)
         return await asyncio.to_thread(handover.on_host)
 

@@ -9,7 +9,7 @@ import pytest
 from quire import LLM, BeamSearchParams, RequestError
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
-from quire.serving.api.params import Terms
+from quire.serving.api.params import RequestOptions
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.beam_search import search
@@ -152,12 +152,14 @@ def test_beam_search_terms(engine):
     engine.reset_prefix_cache()
     params = BeamSearchParams(beam_width=2, max_tokens=2**30)
     prompt = [[1] * (MAX_LEN - 3)]
-    (output_with_terms,) = search(engine, prompt, params, [Terms(cache_salt="a", priority=-1)])
+    (output_with_terms,) = search(
+        engine, prompt, params, [RequestOptions(cache_salt="a", priority=-1)]
+    )
     assert list(engine.tables[0].tree.roots) == ["a"]  # the answer ends long before max_tokens
     (output,) = search(engine, prompt, params)
     assert output_with_terms == output
     with pytest.raises(RequestError, match="timeout"):
-        search(engine, prompt, params, [Terms(timeout=1.0)])
+        search(engine, prompt, params, [RequestOptions(timeout=1.0)])
 
 
 def test_beams_end_at_max_model_len(engine):

@@ -15,7 +15,7 @@ from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import NO_TOKEN_ALLOWED
-from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.api.params import RequestOptions, SamplingParams
 from quire.serving.cache import disk_cache as disk_module
 from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
@@ -775,14 +775,16 @@ def test_cache_salt_separates_equal_prompts(weights, engine):
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     num_cached_tokens = []
     for name, salt in enumerate((None, "a", "b", "a", None)):
-        request = engine.add(str(name), list(range(30)), params, terms=Terms(cache_salt=salt))
+        request = engine.add(
+            str(name), list(range(30)), params, terms=RequestOptions(cache_salt=salt)
+        )
         while engine.busy:
             engine.step()
         num_cached_tokens.append(request.output().num_cached_tokens)
     assert num_cached_tokens == [0, 0, 0, 29, 29]
     for invalid_salt in ("", 7):
         with pytest.raises(RequestError, match="cache_salt"):
-            Terms(cache_salt=invalid_salt)
+            RequestOptions(cache_salt=invalid_salt)
 
 
 def test_failed_steps_leave_nothing_in_the_prefix_cache(weights, engine):
@@ -1171,10 +1173,10 @@ def test_queue_orders_by_priority_and_waiting_time(weights, engine):
     engine.step()
     waiting = [engine.add("calm", [5], params)]
     clock.now += 1
-    waiting.append(engine.add("urgent", [6], params, terms=Terms(priority=-1)))
-    waiting.append(engine.add("late", [7], params, terms=Terms(priority=1)))
+    waiting.append(engine.add("urgent", [6], params, terms=RequestOptions(priority=-1)))
+    waiting.append(engine.add("late", [7], params, terms=RequestOptions(priority=1)))
     clock.now += 1.5 * POINT
-    waiting.append(engine.add("urgent but new", [8], params, terms=Terms(priority=-1)))
+    waiting.append(engine.add("urgent but new", [8], params, terms=RequestOptions(priority=-1)))
     assert [seq.request.request_id for seq in engine.scheduler.waiting] == [
         "urgent", "calm", "urgent but new", "late",
     ]  # fmt: skip
@@ -1188,7 +1190,7 @@ def test_lowest_priority_sequence_is_preempted(weights, engine):
     engine.tables[0] = engine.scheduler.replicas[0].table = PageTable((14, 40), 8, CONFIG.windows)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     requests = [
-        engine.add(str(i), [i] * 20, params, terms=Terms(priority=priority))
+        engine.add(str(i), [i] * 20, params, terms=RequestOptions(priority=priority))
         for i, priority in enumerate((3, -3, 2, -2))
     ]
     while engine.busy:
@@ -1202,10 +1204,10 @@ def test_timeout_ends_a_request_with_its_partial_answer(weights, oracle, engine)
     clock = Clock()
     engine.clock = clock
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    slow = engine.add("slow", [1, 2, 3], params, terms=Terms(timeout=5))
-    patient = engine.add("patient", [4, 5, 6], params, terms=Terms(timeout=500))
+    slow = engine.add("slow", [1, 2, 3], params, terms=RequestOptions(timeout=5))
+    patient = engine.add("patient", [4, 5, 6], params, terms=RequestOptions(timeout=500))
     short_requests = [engine.add(str(i), [i], params) for i in range(2)]
-    queued = engine.add("queued", [9], params, terms=Terms(timeout=2))
+    queued = engine.add("queued", [9], params, terms=RequestOptions(timeout=2))
     for _ in range(8):
         engine.step()
     clock.now += 3
@@ -1228,7 +1230,9 @@ def test_share_keys_get_equal_shares_of_the_queue(weights, engine):
     engine = make_engine(weights, compiled_engine=engine)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for index in range(100):
-        engine.add(f"many {index}", [index % VOCAB] * 10, params, terms=Terms(share_key="many"))
+        engine.add(
+            f"many {index}", [index % VOCAB] * 10, params, terms=RequestOptions(share_key="many")
+        )
     finished_ids: list[str] = []
 
     def step() -> None:
@@ -1238,7 +1242,8 @@ def test_share_keys_get_equal_shares_of_the_queue(weights, engine):
     for _ in range(5):
         step()
     few_requests = [
-        engine.add(f"few {i}", [i] * 10, params, terms=Terms(share_key="few")) for i in range(4)
+        engine.add(f"few {i}", [i] * 10, params, terms=RequestOptions(share_key="few"))
+        for i in range(4)
     ]
     num_finished = len(finished_ids)
     while engine.busy:
@@ -1248,7 +1253,7 @@ def test_share_keys_get_equal_shares_of_the_queue(weights, engine):
     assert 4 <= last_index - num_finished < 16  # about every second finished request has their key
     assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.served
     with pytest.raises(RequestError, match="share_key"):
-        Terms(share_key="")
+        RequestOptions(share_key="")
 
 
 def test_full_queue_refuses_requests(weights, engine):
@@ -1276,4 +1281,4 @@ def test_full_queue_refuses_requests(weights, engine):
 )
 def test_invalid_request_terms_are_refused(terms, field):
     with pytest.raises(RequestError, match=field):
-        Terms(**terms)
+        RequestOptions(**terms)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.scripts.bench.host import pretended_engine
-from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.api.params import RequestOptions, SamplingParams
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.observe import live_view as live_view_module
@@ -173,7 +173,7 @@ def test_random_runs_show_the_state_of_the_engine(shared_engine, seed, cells):
                     prompt,
                     params,
                     "secret words",
-                    Terms(timeout=rng.choice((None, 3))),
+                    RequestOptions(timeout=rng.choice((None, 3))),
                 )
             if engine.requests and rng.random() < 0.1:
                 engine.abort(rng.choice(list(engine.requests)))

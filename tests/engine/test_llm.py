@@ -33,7 +33,7 @@ from quire.serving import build
 from quire.serving.api.errors import NotServing, RequestError
 from quire.serving.api.options import EngineOptions
 from quire.serving.api.outputs import FlatLogprobs
-from quire.serving.api.params import Terms
+from quire.serving.api.params import RequestOptions
 from quire.serving.api.prompts import PromptTerms
 from quire.serving.engine import engine
 from quire.serving.engine.cache_size import whole_page_bytes
@@ -257,7 +257,7 @@ def test_beam_search_concurrency_limit_keeps_the_results(llm):
 
 def test_prompt_types_have_the_fields_of_terms():
     # the argument `lora_request` sets the adapter
-    names = {field.name for field in fields(Terms)} - {"adapter"}
+    names = {field.name for field in fields(RequestOptions)} - {"adapter"}
     assert set(PromptTerms.__annotations__) == names
     assert set(TextPrompt.__annotations__) == {"prompt", *names}
     assert set(TokensPrompt.__annotations__) == {"prompt", "prompt_token_ids", *names}

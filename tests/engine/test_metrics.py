@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import FINISH_REASONS
-from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.api.params import RequestOptions, SamplingParams
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.step_record import Observer
@@ -504,7 +504,9 @@ def check_state(metrics: Metrics, engine: Engine) -> None:
     assert samples["vllm:kv_cache_usage_perc"] == pytest.approx(max(map(len, used_pages)) / pages)
 
 
-def random_request(rng: random.Random, token: int) -> tuple[list[int], SamplingParams, Terms, dict]:
+def random_request(
+    rng: random.Random, token: int
+) -> tuple[list[int], SamplingParams, RequestOptions, dict]:
     prefix = [rng.choice((5, 6)) for _ in range(rng.choice((0, 16, 16, 40, 90)))]
     prompt = (prefix if rng.random() < 0.5 else [5] * len(prefix)) + [
         rng.randrange(3, 400) for _ in range(rng.randrange(1, 60))
@@ -522,7 +524,7 @@ def random_request(rng: random.Random, token: int) -> tuple[list[int], SamplingP
     )
     if params.max_tokens is None:
         params = replace(params, max_tokens=None if rng.random() < 0.3 else 7)
-    terms = Terms(
+    terms = RequestOptions(
         timeout=rng.choice((0.6, 3, 20)) if rng.random() < 0.2 else None,
         cache_salt=rng.choice((None, "x")),
     )

@@ -13,7 +13,7 @@ import pytest
 from quire.scripts.bench.host import pretended_engine
 from quire.scripts.bench.simulation import Cost, SimulatedRequest, Simulation, reasons
 from quire.serving.api.errors import RequestError
-from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.api.params import RequestOptions, SamplingParams
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device.step_shape import StepShape
 from quire.tests.support.cases import cases
@@ -63,7 +63,7 @@ def test_aborts_leak_nothing(engine):
                 str(count),
                 tokens,
                 random_params(rng),
-                terms=Terms(share_key=rng.choice((None, "a"))),
+                terms=RequestOptions(share_key=rng.choice((None, "a"))),
             )
             count += 1
         for _ in range(rng.choice((0, 1, 1, 2, 5))):
@@ -97,7 +97,10 @@ def test_finished_requests_leak_no_memory(engine):
             for _ in range(50):
                 tokens = [rng.randrange(400) for _ in range(rng.randint(1, 20))]
                 engine.add(
-                    str(count), tokens, SamplingParams(max_tokens=2), terms=Terms(timeout=1000)
+                    str(count),
+                    tokens,
+                    SamplingParams(max_tokens=2),
+                    terms=RequestOptions(timeout=1000),
                 )
                 count += 1
             while engine.busy:

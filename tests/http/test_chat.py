@@ -17,7 +17,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob
 from quire.serving.api.params import SamplingParams
-from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, ReasoningPiece, TextPiece
 from quire.serving.protocol.answers import chat as chat_answer
 from quire.serving.protocol.answers.answer import (
     AnsweredPrompt,
@@ -687,9 +687,9 @@ def test_include_reasoning_false_hides_reasoning():
     }
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
     choice_parts = [
-        ChoicePart(0, [Thought("Hm")]),
-        ChoicePart(0, [Thought("."), Said("So")]),
-        ChoicePart(0, [Said(".")], "stop"),
+        ChoicePart(0, [ReasoningPiece("Hm")]),
+        ChoicePart(0, [ReasoningPiece("."), TextPiece("So")]),
+        ChoicePart(0, [TextPiece(".")], "stop"),
     ]
     deltas = [
         chunk["choices"][0]["delta"]
@@ -717,9 +717,9 @@ def test_echo_repeats_the_continued_message():
         stream_data(
             request,
             [
-                ChoicePart(0, [Said("y")]),
-                ChoicePart(1, [Said("y")]),
-                ChoicePart(0, [Said("ou")], "stop"),
+                ChoicePart(0, [TextPiece("y")]),
+                ChoicePart(1, [TextPiece("y")]),
+                ChoicePart(0, [TextPiece("ou")], "stop"),
             ],
         )
     )
@@ -756,7 +756,7 @@ def parse_chunks(data: bytes) -> list[dict[str, Any]]:
 def test_end_token_is_sent_with_the_finish_reason():
     """Clients that build their text from logprobs would show `<|end|>` if it came beside text."""
     logprobs = [{4: Logprob(-0.1, 1, "Hi")}, {2: Logprob(-0.2, 1, "<|end|>")}]
-    choice_part = ChoicePart(0, [Said("Hi")], "stop", None, [4, 2], logprobs)
+    choice_part = ChoicePart(0, [TextPiece("Hi")], "stop", None, [4, 2], logprobs)
     request = parse_chat(logprobs=True, return_token_ids=True, stream=True)
     chunks = [
         chunk["choices"][0]
@@ -861,7 +861,7 @@ def test_joined_stream_deltas_equal_the_response(
 
 
 def test_drafted_positions_are_streamed_on_request():
-    choice_part = ChoicePart(0, [Said("a")], None, None, [5, 6, 7], drafted=[0, 1])
+    choice_part = ChoicePart(0, [TextPiece("a")], None, None, [5, 6, 7], drafted=[0, 1])
     for options, drafted in (({}, None), ({"include_drafted": True}, [0, 1])):
         chunks = parse_chunks(
             stream_data(parse_chat(stream=True, stream_options=options), [choice_part])
@@ -925,7 +925,10 @@ def test_openai_client_accumulates_the_stream(written_answers: list[Written], ra
 
 def test_exact_chunks_of_a_short_stream():
     choice_parts = [
-        ChoicePart(0, [Thought("Hm"), Thought("."), CallStart(0, "c", "f"), Arguments(0, "{")]),
+        ChoicePart(
+            0,
+            [ReasoningPiece("Hm"), ReasoningPiece("."), CallStart(0, "c", "f"), Arguments(0, "{")],
+        ),
         ChoicePart(0, [], None, None, [5, 6]),  # no text yet
         ChoicePart(0, [Arguments(0, "}"), CallStart(1, "d", "g")], "tool_calls"),
     ]
@@ -961,7 +964,7 @@ def test_exact_chunks_of_a_short_stream():
 
 
 def test_stream_usage_options():
-    choice_parts = [ChoicePart(0, [Said("a")]), ChoicePart(0, [Said("b")], "stop")]
+    choice_parts = [ChoicePart(0, [TextPiece("a")]), ChoicePart(0, [TextPiece("b")], "stop")]
     chunks_without_usage = parse_chunks(stream_data(parse_chat(stream=True), choice_parts))
     assert not any("usage" in chunk for chunk in chunks_without_usage) and all(
         chunk["choices"] for chunk in chunks_without_usage
@@ -986,7 +989,7 @@ def test_failed_stream_ends_with_error_chunk(status, kind):
     stream = chat_answer.ChatStream(HEAD, parse_chat(stream=True), None)
     data = (
         stream.begin(Usage(3, 0))
-        + stream.part(ChoicePart(0, [Said("a")]))
+        + stream.part(ChoicePart(0, [TextPiece("a")]))
         + stream.fail(status, "it broke", "queue")
     )
     *_, last = parse_chunks(data)

@@ -20,7 +20,7 @@ from quire.serving.api.outputs import Logprob
 from quire.serving.api.params import SamplingParams
 from quire.serving.http import prompting
 from quire.serving.http.settings import Formats
-from quire.serving.parsing.pieces import Said
+from quire.serving.parsing.pieces import TextPiece
 from quire.serving.protocol.answers import completion as completion_answer
 from quire.serving.protocol.answers.answer import (
     AnsweredPrompt,
@@ -382,9 +382,9 @@ def test_openai_client_reads_the_stream(written_answer):
 
 def test_stream_usage_options():
     choice_parts = [
-        ChoicePart(0, [Said("a")]),
-        ChoicePart(0, [Said("")]),
-        ChoicePart(0, [Said("b")], "stop"),
+        ChoicePart(0, [TextPiece("a")]),
+        ChoicePart(0, [TextPiece("")]),
+        ChoicePart(0, [TextPiece("b")], "stop"),
     ]
     chunks_without_usage = parse_chunks(stream_data(parse_completion(stream=True), choice_parts))
     assert [chunk["choices"][0]["text"] for chunk in chunks_without_usage] == [
@@ -404,8 +404,8 @@ def test_stream_usage_options():
 
 def test_stream_with_max_tokens_0_returns_the_prompt_only():
     choice_parts = [
-        ChoicePart(0, [Said("a")], None, None, [5]),
-        ChoicePart(0, [Said("b")], "length", None, [6]),
+        ChoicePart(0, [TextPiece("a")], None, None, [5]),
+        ChoicePart(0, [TextPiece("b")], "length", None, [6]),
     ]
     request = parse_completion(stream=True, echo=True, max_tokens=0, return_token_ids=True)
     choices = [chunk["choices"][0] for chunk in parse_chunks(stream_data(request, choice_parts))]
@@ -421,7 +421,9 @@ def test_drafted_positions_are_streamed_on_request():
     choice_part = ChoicePart(0, [], None, None, [5, 6, 7], drafted=[0, 1])
     for options, drafted in (({}, None), ({"include_drafted": True}, [0, 1])):
         request = parse_completion(stream=True, stream_options=options)
-        (chunk,) = parse_chunks(stream_data(request, [replace(choice_part, pieces=[Said("a")])]))
+        (chunk,) = parse_chunks(
+            stream_data(request, [replace(choice_part, pieces=[TextPiece("a")])])
+        )
         assert chunk["choices"][0].get("drafted") == drafted
         assert bool(parse_chunks(stream_data(request, [choice_part]))) == (drafted is not None), (
             "sent even without text"
@@ -432,7 +434,7 @@ def test_failed_stream_ends_with_error_chunk():
     stream = completion_answer.CompletionStream(HEAD, parse_completion(stream=True), None)
     data = (
         stream.begin(Usage(3, 0))
-        + stream.part(ChoicePart(0, [Said("a")]))
+        + stream.part(ChoicePart(0, [TextPiece("a")]))
         + stream.fail(429, "it broke", "queue")
     )
     *_, last = parse_chunks(data)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.serving.api.errors import RequestError
-from quire.serving.api.params import SamplingParams, Terms
+from quire.serving.api.params import RequestOptions, SamplingParams
 from quire.serving.protocol import chat as chats
 from quire.serving.protocol import completion as completions
 from quire.serving.protocol.answers.answer import Delivery
@@ -236,9 +236,9 @@ def test_invalid_delivery_and_request_options_are_rejected(parse, fields, messag
 
 @both_endpoints
 def test_terms_and_truncation(parse):
-    assert parse().terms == Terms()
+    assert parse().terms == RequestOptions()
     request = parse(priority=-3, cache_salt="mine", timeout=1.5, truncate_prompt_tokens=7)
-    assert request.terms == Terms(priority=-3, cache_salt="mine", timeout=1.5)
+    assert request.terms == RequestOptions(priority=-3, cache_salt="mine", timeout=1.5)
     assert request.truncate_prompt_tokens == 7
     assert parse(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
     assert parse().truncate_prompt_tokens is None

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.serving.api.errors import RequestError
-from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
+from quire.serving.api.params import RequestOptions, SamplingParams
+from quire.serving.parsing.pieces import Arguments, CallStart, ReasoningPiece, TextPiece
 from quire.serving.protocol import messages
 from quire.serving.protocol.answers import messages as message_answers
 from quire.serving.protocol.answers.answer import (
@@ -128,9 +128,9 @@ OTHER_FIELDS: dict[str, tuple[Any, Any]] = {
     ),
     "chat_template": ("{{ x }}", lambda request: "chat_template" in request.template_options),
     "chat_template_kwargs": ({"x": 1}, lambda request: request.template_options.get("x") == 1),
-    "priority": (3, lambda request: request.terms == Terms(priority=3)),
-    "cache_salt": ("s", lambda request: request.terms == Terms(cache_salt="s")),
-    "timeout": (2.5, lambda request: request.terms == Terms(timeout=2.5)),
+    "priority": (3, lambda request: request.terms == RequestOptions(priority=3)),
+    "cache_salt": ("s", lambda request: request.terms == RequestOptions(cache_salt="s")),
+    "timeout": (2.5, lambda request: request.terms == RequestOptions(timeout=2.5)),
 }
 
 
@@ -712,9 +712,9 @@ def test_sent_back_message_becomes_the_same_messages(answer: Written, is_streami
 def test_stop_reasons(finish_reason, stop_reason, expected):
     body = response_body(FinishedChoice(0, "Hi", finish_reason, stop_reason=stop_reason))
     assert (body["stop_reason"], body["stop_sequence"]) == expected
-    delta = events_of(stream_data([ChoicePart(0, [Said("Hi")], finish_reason, stop_reason)]))[-2][
-        "delta"
-    ]
+    delta = events_of(stream_data([ChoicePart(0, [TextPiece("Hi")], finish_reason, stop_reason)]))[
+        -2
+    ]["delta"]
     assert delta == {"stop_reason": expected[0], "stop_sequence": expected[1]}
 
 
@@ -728,7 +728,13 @@ def test_truncated_tool_arguments_become_empty_input():
 
 
 def test_exact_events_of_a_short_stream():
-    pieces = [Thought("Hm"), Said("Hi"), Said(""), CallStart(0, "c", "f"), Arguments(0, "{}")]
+    pieces = [
+        ReasoningPiece("Hm"),
+        TextPiece("Hi"),
+        TextPiece(""),
+        CallStart(0, "c", "f"),
+        Arguments(0, "{}"),
+    ]
     assert events_of(stream_data([ChoicePart(0, pieces, "tool_calls")]))[1:] == [
         {
             "type": "content_block_start",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.serving import parsing
 from quire.serving.parsing.custom import CustomCalls
 from quire.serving.parsing.forced import Forced
-from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, ReasoningPiece, TextPiece
 from quire.serving.protocol.answers.answer import ToolCall
 from quire.serving.protocol.answers.choices import collect
 from quire.tests.support.cases import cases
@@ -74,11 +74,11 @@ def join_pieces(pieces) -> Result:
         elif isinstance(piece, Arguments):
             assert piece.text and piece.index == len(result.calls) - 1
             result.calls[-1] = (result.calls[-1][0], result.calls[-1][1] + piece.text)
-        elif isinstance(piece, Said):
+        elif isinstance(piece, TextPiece):
             assert piece.text
             result.content += piece.text
         else:
-            assert isinstance(piece, Thought) and piece.text
+            assert isinstance(piece, ReasoningPiece) and piece.text
             result.reasoning += piece.text
     return result
 
@@ -742,14 +742,14 @@ def test_call_ids():
 def test_collect_pieces():
     assert collect([]) == (None, None, [])
     pieces = [
-        Thought("h"),
-        Thought("m"),
-        Said("a"),
+        ReasoningPiece("h"),
+        ReasoningPiece("m"),
+        TextPiece("a"),
         CallStart(0, "x", "f"),
         Arguments(0, "{"),
         CallStart(1, "y", "g"),
     ]
-    assert collect([*pieces, Arguments(1, "{}"), Arguments(0, "}"), Said("b")]) == (
+    assert collect([*pieces, Arguments(1, "{}"), Arguments(0, "}"), TextPiece("b")]) == (
         "ab",
         "hm",
         [ToolCall("x", "f", "{}"), ToolCall("y", "g", "{}")],

@@ -13,8 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from quire.serving.api.errors import RequestError
-from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.parsing.pieces import Arguments, CallStart, Said
+from quire.serving.api.params import RequestOptions, SamplingParams
+from quire.serving.parsing.pieces import Arguments, CallStart, TextPiece
 from quire.serving.protocol import responses
 from quire.serving.protocol.answers import responses as response_answers
 from quire.serving.protocol.answers.answer import (
@@ -128,9 +128,9 @@ OTHER_FIELDS: dict[str, tuple[Any, Any]] = {
     ),
     "chat_template": ("{{ x }}", lambda request: "chat_template" in request.template_options),
     "chat_template_kwargs": ({"x": 1}, lambda request: request.template_options.get("x") == 1),
-    "priority": (3, lambda request: request.terms == Terms(priority=3)),
-    "cache_salt": ("s", lambda request: request.terms == Terms(cache_salt="s")),
-    "timeout": (2.5, lambda request: request.terms == Terms(timeout=2.5)),
+    "priority": (3, lambda request: request.terms == RequestOptions(priority=3)),
+    "cache_salt": ("s", lambda request: request.terms == RequestOptions(cache_salt="s")),
+    "timeout": (2.5, lambda request: request.terms == RequestOptions(timeout=2.5)),
     "store": (False, lambda request: not request.store),
     "background": (True, lambda request: request.background),
     "enable_response_messages": (True, lambda request: request.shows_raw),
@@ -805,7 +805,7 @@ def test_response_repeats_request_fields():
 
 def test_exact_events_of_a_short_stream():
     choice_parts = [
-        ChoicePart(0, [Said("Hi"), CallStart(0, "c", "f")]),
+        ChoicePart(0, [TextPiece("Hi"), CallStart(0, "c", "f")]),
         ChoicePart(0, [Arguments(0, "{}")], "tool_calls"),
     ]
     events = events_of(stream_data(choice_parts, MINIMAL_BODY))

@@ -15,8 +15,8 @@ import pytest
 
 import quire
 from quire.model.config import ModelError
-from quire.serving.api.params import PLAIN, SamplingParams, Terms
-from quire.serving.async_llm import Ask, AsyncLLM
+from quire.serving.api.params import PLAIN, RequestOptions, SamplingParams
+from quire.serving.async_llm import AsyncLLM, EngineRequest
 from quire.serving.ray import prefill
 from quire.serving.ray.kv_transfer import export_pages, find_cached_prefix, import_pages
 from quire.serving.ray.prefill import MIN_MISSING_PAGES, Apart, compute_prompt, fetch_missing_pages
@@ -53,7 +53,7 @@ def start_llm(folder, **overrides) -> AsyncLLM:
     return AsyncLLM(str(folder), **options | overrides)
 
 
-def random_requests(rng: random.Random, count: int) -> list[Ask]:
+def random_requests(rng: random.Random, count: int) -> list[EngineRequest]:
     """Prompts, some with a common prefix, sampled greedily or with a temperature."""
     requests = []
     common_prefix = [rng.randrange(150) for _ in range(70)]
@@ -64,15 +64,15 @@ def random_requests(rng: random.Random, count: int) -> list[Ask]:
         params = SamplingParams(
             temperature=index % 2, seed=index, max_tokens=12, ignore_eos=True, logprobs=2
         )
-        terms = Terms(cache_salt=rng.choice((None, "a tenant")))
-        requests.append(Ask(tokens, params, None, terms))
+        terms = RequestOptions(cache_salt=rng.choice((None, "a tenant")))
+        requests.append(EngineRequest(tokens, params, None, terms))
     return requests
 
 
-async def generate_outputs(llm, requests: list[Ask]) -> list:
+async def generate_outputs(llm, requests: list[EngineRequest]) -> list:
     """Final outputs of all requests, run concurrently."""
 
-    async def last(request: Ask):
+    async def last(request: EngineRequest):
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": request.terms.cache_salt}
         return [output async for output in llm.generate(prompt, request.params)][-1]
 
@@ -110,7 +110,7 @@ def test_disaggregated_prefill_equals_one_engine(kind, tmp_path):
     disaggregated = Apart(reader, writer)
     read_directly = disaggregated.read
 
-    async def read_through_host(ask: Ask):
+    async def read_through_host(ask: EngineRequest):
         return (await compute_prompt(reader, f"read-{next(disaggregated.ids)}", ask)).on_host()
 
     async def run():
@@ -168,17 +168,21 @@ def test_pages_in_host_memory_are_handed_over(llm_pair):
     reader, writer = llm_pair
 
     async def run():
-        [expected] = await generate_outputs(reader, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        [expected] = await generate_outputs(
+            reader, [EngineRequest(PROMPT, replace(GREEDY, logprobs=0))]
+        )
         for number in range(12):  # other prompts, until the device has none of its pages
             await generate_outputs(
-                reader, [Ask([(number + 3 * i) % 150 for i in range(130)], GREEDY)]
+                reader, [EngineRequest([(number + 3 * i) % 150 for i in range(130)], GREEDY)]
             )
         engine = reader.engine
         _, path = run_on_engine(reader, lambda: find_cached_prefix(engine, PROMPT, None))
         assert len(path) == 12 and any(not node.pages[0] for node in path)
         handover = run_on_engine(reader, lambda: export_pages(engine, PROMPT, None))
         run_on_engine(writer, lambda: import_pages(writer.engine, handover))
-        [output] = await generate_outputs(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        [output] = await generate_outputs(
+            writer, [EngineRequest(PROMPT, replace(GREEDY, logprobs=0))]
+        )
         assert output.num_cached_tokens == 96
         check_output(output, expected)
 
@@ -209,13 +213,15 @@ def test_incompatible_engines_are_rejected(llm_pair, tmp_path):
 def test_failed_prefill_falls_back_to_the_writer(llm_pair, caplog):
     _, writer = llm_pair
 
-    async def failing_read(ask: Ask):
+    async def failing_read(ask: EngineRequest):
         raise RuntimeError("it is away")
 
     async def run():
         await writer.reset_prefix_cache()
-        await fetch_missing_pages(writer, Ask(PROMPT, GREEDY), failing_read)
-        [output] = await generate_outputs(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        await fetch_missing_pages(writer, EngineRequest(PROMPT, GREEDY), failing_read)
+        [output] = await generate_outputs(
+            writer, [EngineRequest(PROMPT, replace(GREEDY, logprobs=0))]
+        )
         assert output.num_cached_tokens == 0 and output.finished
 
     asyncio.run(run())
@@ -231,13 +237,13 @@ def test_failed_prefill_falls_back_to_the_writer(llm_pair, caplog):
     ],
 )
 def test_unsuitable_prompts_are_computed_locally(llm_pair, tokens, params, pooling):
-    async def unexpected_read(ask: Ask):
+    async def unexpected_read(ask: EngineRequest):
         raise AssertionError("the prompt was sent to the reader")
 
     async def run():
         await llm_pair[1].reset_prefix_cache()
         await fetch_missing_pages(
-            llm_pair[1], Ask(tokens, params, None, PLAIN, pooling), unexpected_read
+            llm_pair[1], EngineRequest(tokens, params, None, PLAIN, pooling), unexpected_read
         )
 
     asyncio.run(run())
@@ -255,8 +261,12 @@ def test_handover_larger_than_the_host_cache(llm_pair):
     async def run():
         await writer.reset_prefix_cache()
         disaggregated = Apart(reader, writer)
-        [expected] = await generate_outputs(reader, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
-        [output] = await generate_outputs(disaggregated, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
+        [expected] = await generate_outputs(
+            reader, [EngineRequest(PROMPT, replace(GREEDY, logprobs=0))]
+        )
+        [output] = await generate_outputs(
+            disaggregated, [EngineRequest(PROMPT, replace(GREEDY, logprobs=0))]
+        )
         check_output(output, expected)
 
     try:

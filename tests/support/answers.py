@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 from quire.serving.api.outputs import Logprob
-from quire.serving.parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, Piece, ReasoningPiece, TextPiece
 from quire.serving.protocol.answers.answer import ChoicePart, FinishedChoice, ToolCall
 from quire.serving.protocol.answers.choices import collect
 
@@ -58,7 +58,7 @@ def joined(pieces: Iterable[Piece]) -> list[tuple[str, Any]]:
             _, call = blocks.pop()
             blocks.append(("call", ToolCall(call.id, call.name, call.arguments + piece.text)))
         elif piece.text:
-            kind = "said" if isinstance(piece, Said) else "thought"
+            kind = "said" if isinstance(piece, TextPiece) else "thought"
             if blocks and blocks[-1][0] == kind:
                 blocks[-1] = (kind, blocks[-1][1] + piece.text)
             else:
@@ -106,7 +106,7 @@ def written(
             number += 1
         else:
             pieces += [
-                (Said if kind == "said" else Thought)(piece_slice)
+                (TextPiece if kind == "said" else ReasoningPiece)(piece_slice)
                 for piece_slice in cuts(random, text, 5)
             ]
     reason, stop = draw(st.sampled_from(ENDS))

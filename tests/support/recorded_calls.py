@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
+from quire.serving.parsing.pieces import Arguments, CallStart, ReasoningPiece, TextPiece
 
 TOOLS: dict[str, Any] = {
     "find_trains": {
@@ -159,9 +159,9 @@ def joined(pieces) -> tuple[str, str, list[tuple[str, str]]]:
     reasoning = ""
     calls = []
     for piece in pieces:
-        if isinstance(piece, Said):
+        if isinstance(piece, TextPiece):
             text += piece.text
-        elif isinstance(piece, Thought):
+        elif isinstance(piece, ReasoningPiece):
             reasoning += piece.text
         elif isinstance(piece, CallStart):
             calls.append((piece.name, ""))

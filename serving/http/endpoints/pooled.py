@@ -11,7 +11,7 @@ from ....model.config import ModelConfig
 from ...api.errors import EngineError, RequestError, TooLong
 from ...api.outputs import RequestOutput
 from ...api.params import SamplingParams
-from ...async_llm import Ask
+from ...async_llm import EngineRequest
 from ...engine.engine import Engine
 from ...engine.thread import EngineFailed
 from ...protocol import cohere, label_scores
@@ -46,7 +46,7 @@ async def read_and_compute(
     request: Request,
     prefix: str,
     parse: Callable[[Any], Any],
-    prepare: Callable[..., list[Ask]],
+    prepare: Callable[..., list[EngineRequest]],
 ) -> PooledAnswer:
     """Receive and parse a request, and compute the outputs for all its prompts."""
     parsed, _ = await service.read(request, parse)
@@ -54,7 +54,11 @@ async def read_and_compute(
 
 
 async def compute_outputs(
-    service: Service, request: Request, prefix: str, parsed: Any, prepare: Callable[..., list[Ask]]
+    service: Service,
+    request: Request,
+    prefix: str,
+    parsed: Any,
+    prepare: Callable[..., list[EngineRequest]],
 ) -> PooledAnswer:
     """Compute the outputs for all prompts of a parsed request."""
     async with service.open_request(), service.models.use(parsed.model) as model:
@@ -126,7 +130,7 @@ def requests_for_texts(
     parsed: cohere.EmbedRequest,
     texts: str = "texts",
     dimension: str = "output_dimension",
-) -> list[Ask]:
+) -> list[EngineRequest]:
     """Engine requests for texts; errors name the fields `texts` and `dimension`."""
     pooling.check_dimensions(parsed.dimensions, engine.config, dimension)
     engine_requests = []
@@ -149,11 +153,13 @@ def requests_for_texts(
                 )
         else:
             tokens = prompting.encode_truncated(engine, f"{texts}[{i}]", text, max_tokens, side)
-        engine_requests.append(Ask(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling))
+        engine_requests.append(
+            EngineRequest(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling)
+        )
     return engine_requests
 
 
-def requests_for_embeddings(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
+def requests_for_embeddings(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[EngineRequest]:
     pooling.check_dimensions(parsed.dimensions, engine.config)
     embedder = engine.embedder
     prefix = pooling.prompt_prefix(embedder, None)
@@ -166,7 +172,7 @@ def requests_for_embeddings(engine: Engine, parsed: shapes.EmbeddingRequest) -> 
     )
     prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS, embedder.max_tokens)
     return [
-        Ask(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling)
+        EngineRequest(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling)
         for text, tokens in prompts
     ]
 
@@ -198,7 +204,7 @@ async def pool(service: Service, request: Request) -> JsonResponse:
     return JsonResponse(shapes.pooling_response(result.head, result.parsed, vectors, usage))
 
 
-def requests_for_pooling(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
+def requests_for_pooling(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[EngineRequest]:
     config = engine.config
     task = "embed" if config.classes is None else "classify"
     if parsed.task not in (None, task):
@@ -221,10 +227,13 @@ def is_reward(config: ModelConfig) -> bool:
     )
 
 
-def requests_for_classes(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
+def requests_for_classes(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[EngineRequest]:
     classes.check_classifier(engine.config)
     prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS)
-    return [Ask(tokens, pooling.PARAMS, text, parsed.terms, "last") for text, tokens in prompts]
+    return [
+        EngineRequest(tokens, pooling.PARAMS, text, parsed.terms, "last")
+        for text, tokens in prompts
+    ]
 
 
 async def score(service: Service, request: Request) -> JsonResponse:
@@ -246,7 +255,7 @@ async def compute_scores(
 ) -> tuple[Any, ...]:
     pair_scorers: list[PairScores] = []
 
-    def prepare(engine: Engine, parsed: shapes.ScoreRequest) -> list[Ask]:
+    def prepare(engine: Engine, parsed: shapes.ScoreRequest) -> list[EngineRequest]:
         for pair in parsed.pairs:
             if engine.embedder.max_tokens is None:
                 prompting.check_length(engine, "text_1", "".join(pair))
@@ -255,7 +264,7 @@ async def compute_scores(
             pair_scores(engine.config, engine.embedder, tokenizer, parsed.pairs, parsed.ranks)
         )
         return [
-            Ask(
+            EngineRequest(
                 scored_prompt.tokens,
                 scored_prompt.params,
                 None,
@@ -293,7 +302,7 @@ async def generative_scoring(service: Service, request: Request) -> JsonResponse
 
 def requests_for_labels(
     settings: ServerSettings, engine: Engine, parsed: label_scores.LabelRequest
-) -> list[Ask]:
+) -> list[EngineRequest]:
     """One engine request per item, for the log-probabilities of the labels as the next token."""
     if (num_items := len(parsed.items)) > settings.max_choices:
         raise RequestError(
@@ -313,7 +322,7 @@ def requests_for_labels(
         item = tokens_of(f"items[{i}]", text_or_tokens, False)
         tokens = item + query if parsed.item_first else query + item
         engine.admission.check(tokens, params)
-        engine_requests.append(Ask(tokens, params, None, parsed.terms))
+        engine_requests.append(EngineRequest(tokens, params, None, parsed.terms))
     return engine_requests
 
 

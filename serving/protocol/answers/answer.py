@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...api.outputs import Logprob
-from ...api.params import PLAIN, SamplingParams, Terms
+from ...api.params import PLAIN, RequestOptions, SamplingParams
 from ...parsing.pieces import Piece
 
 Logprobs = Sequence[Mapping[int, Logprob]]  # by position: the chosen token and the likeliest
@@ -35,7 +35,7 @@ class ChatRequest:
     params: SamplingParams
     model: str | None = None
     template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
-    terms: Terms = PLAIN
+    terms: RequestOptions = PLAIN
     delivery: Delivery = Delivery()
     # {"type": "function", "function": {...}}
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class CompletionRequest:
     prompts: list[str | list[int]]
     params: SamplingParams
     model: str | None = None
-    terms: Terms = PLAIN
+    terms: RequestOptions = PLAIN
     delivery: Delivery = Delivery()
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"

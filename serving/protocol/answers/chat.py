@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from ...parsing.pieces import Arguments, CallStart, Piece, ReasoningPiece, TextPiece
 from .answer import (
     ChatBatch,
     ChatRequest,
@@ -220,9 +220,9 @@ class ChatStream(ChunkStream):
     def add(self, delta: dict[str, Any], pieces: Sequence[Piece]) -> None:
         """Add pieces to the fields of a chunk, joined by kind."""
         for piece in pieces:
-            if isinstance(piece, Said):
+            if isinstance(piece, TextPiece):
                 delta["content"] = delta.get("content", "") + piece.text
-            elif isinstance(piece, Thought):
+            elif isinstance(piece, ReasoningPiece):
                 if not self.delivery.include_reasoning:
                     continue
                 delta["reasoning"] = delta["reasoning_content"] = (

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ...api.errors import EngineError, RequestError
 from ...api.outputs import NO_TOKEN_ALLOWED, CompletionDelta, CompletionOutput, RequestOutput
-from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from ...parsing.pieces import Arguments, CallStart, Piece, ReasoningPiece, TextPiece
 from .answer import ChoicePart, FinishedChoice, ToolCall
 
 
@@ -57,7 +57,7 @@ class Choices:
         calls += [piece.index for piece in pieces if isinstance(piece, CallStart)]
         self.num_tokens += len(fresh.token_ids)
         if num_thought_characters := sum(
-            len(piece.text) for piece in pieces if isinstance(piece, Thought)
+            len(piece.text) for piece in pieces if isinstance(piece, ReasoningPiece)
         ):
             # Reasoning tokens are not marked, so they are estimated by their share of the text.
             self.num_reasoning_tokens += round(
@@ -111,7 +111,7 @@ class Choices:
 
 def collect(pieces: Iterable[Piece]) -> tuple[str | None, str | None, list[ToolCall]]:
     """Join pieces to (content, reasoning, calls); a text without pieces is None."""
-    texts: dict[type, list[str]] = {Said: [], Thought: []}
+    texts: dict[type, list[str]] = {TextPiece: [], ReasoningPiece: []}
     calls: list[tuple[CallStart, list[str]]] = []
     for piece in pieces:
         if isinstance(piece, CallStart):

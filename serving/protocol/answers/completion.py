@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ...parsing.pieces import Said
+from ...parsing.pieces import TextPiece
 from .answer import (
     AnsweredPrompt,
     ChoicePart,
@@ -89,7 +89,7 @@ class CompletionStream(ChunkStream):
     def part(self, choice_part: ChoicePart) -> bytes:
         """A chunk of one choice; with `echo`, its first chunk starts with the prompt."""
         is_first_chunk = choice_part.index not in self.offsets
-        text = "".join(piece.text for piece in choice_part.pieces if isinstance(piece, Said))
+        text = "".join(piece.text for piece in choice_part.pieces if isinstance(piece, TextPiece))
         tokens = list(choice_part.token_ids)
         prompt = self.prompts[choice_part.index // self.request.params.n]
         if self.request.silent:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from ...parsing.pieces import Arguments, CallStart, Piece, ReasoningPiece, TextPiece
 from .answer import ChatRequest, ChoicePart, FinishedChoice, ResponseHead, Usage
 from .shapes import typed_event
 
@@ -22,7 +22,7 @@ ERRORS = {
 }
 # Other reasons become `pause_turn`: the client can send the answer back to continue it.
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-DELTAS = {Said: ("text_delta", "text"), Thought: ("thinking_delta", "thinking"),
+DELTAS = {TextPiece: ("text_delta", "text"), ReasoningPiece: ("thinking_delta", "thinking"),
           Arguments: ("input_json_delta", "partial_json")}  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def response(
 ) -> dict[str, Any]:
     """The body of a complete answer."""
     [answer] = answers
-    content = [block(Thought(answer.reasoning))] if answer.reasoning else []
-    content += [block(Said(answer.content))] if answer.content else []
+    content = [block(ReasoningPiece(answer.reasoning))] if answer.reasoning else []
+    content += [block(TextPiece(answer.content))] if answer.content else []
     for i, call in enumerate(answer.calls):
         content.append(block(CallStart(i, call.id, call.name), parse_arguments(call.arguments)))
     return (
@@ -86,7 +86,7 @@ def block(piece: Piece, arguments: dict[str, Any] | None = None) -> dict[str, An
     """The content block of a piece."""
     if isinstance(piece, CallStart):
         return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": arguments or {}}
-    if isinstance(piece, Thought):
+    if isinstance(piece, ReasoningPiece):
         return {"type": "thinking", "thinking": piece.text, "signature": ""}
     return {"type": "text", "text": piece.text, "citations": None}
 

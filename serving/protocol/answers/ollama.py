@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ...parsing.pieces import Arguments, CallStart, Said, Thought
+from ...parsing.pieces import Arguments, CallStart, ReasoningPiece, TextPiece
 from .answer import (
     ChoicePart,
     FinishedChoice,
@@ -157,7 +157,7 @@ class LineStream:
         """Do nothing: only the last line contains the usage."""
 
     def part(self, choice_part: ChoicePart) -> bytes:
-        texts = {Said: "", Thought: ""}
+        texts = {TextPiece: "", ReasoningPiece: ""}
         calls = []
         for piece in choice_part.pieces:
             if isinstance(piece, Arguments):
@@ -180,7 +180,9 @@ class LineStream:
         )
         if not (any(texts.values()) or calls or score_fields):
             return b""
-        return line(part_body(self.request, texts[Said], texts[Thought], calls) | score_fields)
+        return line(
+            part_body(self.request, texts[TextPiece], texts[ReasoningPiece], calls) | score_fields
+        )
 
     def close_call(self) -> list[dict[str, Any]]:
         """The body of the pending call, in a list that is empty if there is none."""

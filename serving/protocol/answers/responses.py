@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
+from ...parsing.pieces import Arguments, CallStart, Piece, ReasoningPiece, TextPiece
 from .answer import (
     ChatRequest,
     ChoicePart,
@@ -17,7 +17,11 @@ from .answer import (
 )
 from .shapes import chat_logprobs, max_alternatives, typed_event
 
-KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
+KINDS = {
+    TextPiece: ("message", "msg"),
+    ReasoningPiece: ("reasoning", "rs"),
+    CallStart: ("function_call", "fc"),
+}
 # The prefix of an item's text events, and the field with the complete text in the last one.
 EVENTS = {
     "message": ("response.output_text", "text"),
@@ -99,7 +103,7 @@ def response(
 
 def as_one_part(answer: FinishedChoice) -> ChoicePart:
     """A complete answer as one part, with reasoning, text and calls in this order."""
-    pieces: list[Piece] = [Thought(answer.reasoning or ""), Said(answer.content or "")]
+    pieces: list[Piece] = [ReasoningPiece(answer.reasoning or ""), TextPiece(answer.content or "")]
     for i, call in enumerate(answer.calls):
         pieces += [CallStart(i, call.id, call.name), Arguments(i, call.arguments)]
     return ChoicePart(

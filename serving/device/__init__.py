@@ -1,3 +1,1 @@
-"""What is on the device: the step's arrays, the state, the compiled step, copies of pages,
-experts.
-"""
+"""Device code: batch arrays, the state, the compiled step, page copies, expert placement."""

@@ -1,7 +1,4 @@
-"""How the layers of a model reach what is kept of earlier tokens: pages, and states of fixed size.
-
-Those of an encoder reach the rows of the step alone.
-"""
+"""How a model's layers access KV pages and recurrent states within a step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,7 +95,7 @@ def attend_within(positions_T, starts_B1, longest: int):
 
 
 def recur_with(rows: StateRows):
-    """`recur` of `decoder.run_layers`."""
+    """`LayerHooks.recur` of a step without draft tokens."""
 
     def recur(index, inputs, run, state: State):
         out_T, layer_state = run(inputs, state.recurrent[index], rows)
@@ -108,11 +105,11 @@ def recur_with(rows: StateRows):
 
 
 def share_with(config: ModelConfig, call: Callable[[Callable], Callable]):
-    """`share_trace` of `LayerHooks`: of layers that are alike the first stands for all, each with
-    its own pages.
+    """`LayerHooks.share_trace`: equal layers share one traced function, called with their own
+    pages.
 
-    `call` gives a function that is traced once and then called. To trace and lower each layer again
-    would be most of a start from full caches.
+    `call` makes a function that is traced once. Tracing and lowering every layer would take most of
+    a start from full caches.
     """
 
     def share(run):

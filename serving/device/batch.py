@@ -1,4 +1,4 @@
-"""The arrays of one step, at one of a few fixed sizes."""
+"""The input arrays of a step, at one of a few fixed sizes."""
 
 from functools import cached_property
 from typing import Any
@@ -18,9 +18,7 @@ STOPS = 8  # tokens of a sequence that end a series of steps early
 
 @struct.dataclass
 class Batch:
-    """Everything a step needs from the host; one sequence's rows lie together, padding comes
-    last.
-    """
+    """The host's input of a step; the tokens of a sequence are adjacent, and padding comes last."""
 
     # below 0: the name of one that is still on the device, see `scheduler.encode_device_token`
     tokens_T: np.ndarray
@@ -71,12 +69,12 @@ class BatchLayout:
 
     @cached_property
     def nothing(self) -> np.ndarray:
-        """What a step gets in which nobody computes anything."""
+        """The buffer of an empty step, for all replicas."""
         return np.tile(self.padding, self.shape.num_replicas)
 
     @cached_property
     def padding(self) -> np.ndarray:
-        """A batch of one replica in which nobody does."""
+        """The buffer of an empty step, for one replica."""
         words = [
             (array.astype(np.int32) if array.dtype == bool else array).view(np.int32)
             for array in self.parts[0]
@@ -85,12 +83,12 @@ class BatchLayout:
 
     @cached_property
     def offsets(self) -> Batch:
-        """Where each array begins."""
+        """The offset of each array in the buffer."""
         _, tree, bounds = self.parts
         return tree.unflatten([first for first, _ in bounds])
 
     def views(self, buffer: np.ndarray) -> Batch:
-        """A batch whose arrays are views of the buffer: what is written there is sent."""
+        """Views of a buffer's arrays, to write a batch."""
         arrays, tree, bounds = self.parts
         views = [
             buffer[first:last]
@@ -101,13 +99,13 @@ class BatchLayout:
         return tree.unflatten(views)
 
     def read(self, buffer) -> Batch:
-        """The batch that a replica's buffer on the device holds."""
+        """The batch in a replica's buffer on the device."""
         arrays, tree, _ = self.parts
         return tree.unflatten(unpack(buffer, arrays))
 
 
 def param_arrays(rows: int) -> dict[str, np.ndarray]:
-    """The sampling parameters that rows carry, as padding has them."""
+    """Arrays of the sampling parameters with padding values."""
     carried = {
         name: declaration.padding
         for name, declaration in SAMPLING.items()
@@ -120,7 +118,7 @@ def param_arrays(rows: int) -> dict[str, np.ndarray]:
 
 
 def empty(shape: StepShape) -> Batch:
-    """A batch of nothing but padding: rows that write to the dummy page and draw for nobody."""
+    """A batch of padding: it writes to the dummy page and samples for no slot."""
     T = shape.size.rows
     B = shape.size.seqs
     R = shape.size.samples

@@ -1,4 +1,4 @@
-"""Counts what XLA compiles, whoever asked for it: in service the count must stand still."""
+"""Counts XLA compilations, which must not occur while serving."""
 
 import weakref
 
@@ -8,9 +8,7 @@ EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Compilations of this process since `mark()`, cache hits included: those stop the service as
-    well.
-    """
+    """Compilations of this process since `mark()`; cache hits count, since they stall too."""
 
     def __init__(self):
         self.total = 0
@@ -24,7 +22,7 @@ class CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(listen)
 
     def mark(self) -> None:
-        """From here on compilations count as recompiles."""
+        """Count compilations from now on as recompilations."""
         self.marked = self.total
 
     @property

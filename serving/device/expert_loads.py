@@ -1,4 +1,4 @@
-"""What the host knows of a mixture's experts: where each lies, and how many tokens it got."""
+"""The host's view of expert placement and of the tokens that each expert gets."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ DECAY = 0.9  # of the recent counts, from one read to the next
 
 
 class ExpertLoads:
-    """Reads the device's counters every few steps, without waiting for the device."""
+    """Reads the device's token counters every few steps, without waiting for the device."""
 
     def __init__(self, config: ModelConfig, devices: int = 1):
         self.layers = config.expert_layers
@@ -33,11 +33,11 @@ class ExpertLoads:
         self.program: Any = None
 
     def read(self, state: State) -> Call:
-        """The counters are read."""
+        """The program that reads the counters."""
         return Call(read_loads, (state.loads_nLE,))
 
     def launched(self, state: State) -> None:
-        """A step was launched; read the counters after it if that is due."""
+        """Start to read the counters after a launched step, if that is due."""
         self.since += 1
         if self.arriving is not None and self.arriving.is_ready():
             self.take()
@@ -50,7 +50,7 @@ class ExpertLoads:
         self.arriving.copy_to_host_async()
 
     def settle(self, state: State) -> None:
-        """No step is under way: read the counters now."""
+        """Read the counters now; no step is in flight."""
         if self.arriving is not None:
             self.take()
         if self.since:
@@ -66,19 +66,17 @@ class ExpertLoads:
         self.recent_LE = self.recent_LE * DECAY + new_LE
 
     def reset(self) -> None:
-        """The device state is fresh: its counters are 0 again."""
+        """Start at zero counters, since the device state is new."""
         self.arriving = None
         self.since = 0
         self.counted_LE = np.zeros_like(self.counted_LE)
 
     def reload(self) -> None:
-        """The weights were read again, so every expert is back at its first place."""
+        """Reset the placement, since the weights were loaded again."""
         self.held_LS = first_placements(self.config)
 
     def loads(self) -> dict[int, dict[str, list]]:
-        """By layer: the tokens that each expert got since the start, and recently, and the experts
-        of each device.
-        """
+        """By layer: total and recent tokens of each expert, and the experts of each device."""
         held_LnO = self.held_LS.reshape(len(self.layers), self.devices, -1)
         return {
             layer: {
@@ -92,15 +90,13 @@ class ExpertLoads:
         }
 
     def skew(self) -> dict[int, float]:
-        """By layer: recent tokens of the busiest expert in units of the mean; 1 if all got the
-        same.
-        """
+        """Recent tokens of the busiest expert by layer, as a ratio to the mean."""
         return {
             layer: peak(row_E) for layer, row_E in zip(self.layers, self.recent_LE, strict=True)
         }
 
     def device_skew(self) -> dict[int, float]:
-        """By layer: recent tokens of the busiest device in units of the mean."""
+        """Recent tokens of the busiest device by layer, as a ratio to the mean."""
         skews = (
             busiest(*pair, self.devices) for pair in zip(self.recent_LE, self.held_LS, strict=True)
         )
@@ -108,6 +104,6 @@ class ExpertLoads:
 
 
 def peak(loads: np.ndarray) -> float:
-    """The largest in units of the mean."""
+    """The largest value as a ratio to the mean."""
     mean = loads.mean()
     return float(loads.max() / mean) if mean else 1.0

@@ -1,12 +1,14 @@
-"""Where experts should lie: hot ones at several places, and as much work for every device."""
+"""Expert placement: copies of hot experts, and equal load on every device."""
 
 import numpy as np
 
 
 def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
-    """The expert of each place [L, S], by greed: the next copy to the expert whose copies have most
-    to do, then the copies, the busiest first, each to the device that has least to do and no copy
-    of it."""
+    """The expert of each slot [L, S], chosen greedily.
+
+    Each further copy goes to the expert with the highest load per copy; then copies, the busiest
+    first, go to the least loaded device that has no copy of the expert.
+    """
     L, E = loads_LE.shape
     rows = np.arange(L)
     slots_per_device = slots // devices
@@ -36,8 +38,8 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
 
 
 def settled(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> np.ndarray:
-    """The same shares, given to the devices and laid out in them so that most places hold what they
-    held.
+    """A placement with the same experts per device group, permuted so that most slots keep their
+    expert.
     """
     new_nO = new_S.reshape(devices, -1)
     old_nO = old_S.reshape(devices, -1)
@@ -60,7 +62,7 @@ def settled(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> np.ndarray:
 
 
 def busiest(loads_E: np.ndarray, experts_S: np.ndarray, devices: int) -> float:
-    """What the device has to do that has most, in units of the mean."""
+    """The load of the busiest device, as a ratio to the mean."""
     if not loads_E.sum():
         return 1.0
     share_E = loads_E / np.maximum(np.bincount(experts_S, minlength=len(loads_E)), 1)
@@ -71,11 +73,10 @@ def busiest(loads_E: np.ndarray, experts_S: np.ndarray, devices: int) -> float:
 def transfers(
     new_S: np.ndarray, old_S: np.ndarray, devices: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """(sent, kept, turns), the first two [to, from, turn]: in each turn every device gets an expert
-    of every device.
+    """(sent, targets, turns): in each turn every device sends an expert to every device.
 
-    `sent` is a place of the one that sends, `kept` one of the other's, or past the last where
-    nothing is to be kept.
+    The arrays are [to, from, turn]: `sent` is a slot of the sender, `targets` a slot of the
+    receiver, or one past the last to discard it.
     """
     slots_per_device = len(new_S) // devices
     shape = (devices, devices, slots_per_device)

@@ -1,6 +1,4 @@
-"""Moves experts between devices while requests run, so that every device has about as much to
-do.
-"""
+"""Moves experts between devices while serving, to balance the load."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ WORTH = 1.1  # an automatic move must make the busiest device's share so many ti
 
 
 class ExpertRebalancer:
-    """Plans for all layers at once, and moves the experts of one layer between two steps."""
+    """Plans all layers at once, and moves one layer's experts between two steps."""
 
     def __init__(self, loads: ExpertLoads, config: ModelConfig, mesh: Mesh, interval: int):
         self.loads = loads
@@ -34,7 +32,7 @@ class ExpertRebalancer:
         self.programs: dict[Any, Any] = {}
 
     def lower(self, weights: ModelWeights) -> Iterator[tuple[Any, jax.stages.Lowered]]:
-        """The programs that move experts, one for each shape, to be compiled."""
+        """The programs that move experts, one for each shape."""
         n = self.loads.devices
         slots_per_device = self.loads.held_LS.shape[1] // self.loads.devices
         places = np.zeros((n, n, slots_per_device), np.int32)
@@ -78,7 +76,7 @@ class ExpertRebalancer:
         }
 
     def launching(self, weights: ModelWeights) -> ModelWeights:
-        """The weights for the next step, with one queued layer moved."""
+        """The weights for the next step, after moving one queued layer."""
         self.since += 1
         if self.every and self.since >= self.every:
             self.since = 0
@@ -86,7 +84,7 @@ class ExpertRebalancer:
         return self.move(weights, *self.queue.popleft()) if self.queue else weights
 
     def move(self, weights: ModelWeights, at: int, new_S: np.ndarray) -> ModelWeights:
-        """Give the experts of a layer other places, and send its tokens there from now on."""
+        """Apply a layer's new placement to its weights and its routing table."""
         n = self.loads.devices
         experts_LS = self.loads.held_LS.copy()
         index = self.config.expert_layers[at]
@@ -107,7 +105,7 @@ class ExpertRebalancer:
         )
 
     def reload(self) -> None:
-        """The weights were read again, so every expert is back at its first place."""
+        """Reset the placement, since the weights were loaded again."""
         self.queue.clear()
         self.loads.reload()
 

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class HostArray:
-    """The shards of an array that this process's devices held; other processes keep theirs."""
+    """The shards of an array that were on this process's devices."""
 
     def __init__(self, leaf: jax.Array):
         self.shape = leaf.shape
@@ -15,7 +15,7 @@ class HostArray:
 
 
 def to_device(array: HostArray | jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array on its devices; one that an earlier attempt has moved there stays."""
+    """Copy an array back to its devices; an array that is already there stays."""
     if isinstance(array, jax.Array):
         return array
     return jax.make_array_from_callback(
@@ -24,9 +24,7 @@ def to_device(array: HostArray | jax.Array, sharding: jax.sharding.Sharding) -> 
 
 
 def to_host(tree: Any, keep: bool) -> Any:
-    """Move a tree to host memory, or drop it (None), and free its memory on the device, array by
-    array.
-    """
+    """Move a tree to host memory, or drop it (None), freeing device memory array by array."""
 
     def move(leaf: jax.Array) -> HostArray | None:
         host = HostArray(leaf) if keep else None

@@ -1,4 +1,4 @@
-"""Over which devices a model is spread: the sizes that were asked for, checked, as a mesh."""
+"""Makes the device mesh and weight placement that the options ask for."""
 
 import math
 
@@ -12,7 +12,7 @@ from ..api.options import PARALLEL, EngineOptions
 
 
 def mesh_of(options: EngineOptions, config: ModelConfig) -> Mesh | None:
-    """The devices that compute together; None for a single one."""
+    """The device mesh; None for a single device."""
     sizes = {axis: getattr(options, name) for axis, name in PARALLEL.items()}
     count = math.prod(sizes.values())
     if count == options.num_processes == 1:
@@ -47,7 +47,7 @@ def mesh_of(options: EngineOptions, config: ModelConfig) -> Mesh | None:
 
 
 def placement_of(options: EngineOptions, config: ModelConfig, mesh: Mesh | None) -> Placement:
-    """Where the weights are to lie."""
+    """The placement of the weights."""
     if options.shard_weights and options.context_parallel_size == 1:
         raise ModelError(
             "shard_weights parts the weights over the devices of context_parallel_size, which is 1"

@@ -1,4 +1,4 @@
-"""Copies pages within the device, and between device and host memory."""
+"""Copies KV pages within the device, and between device and host memory."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -23,20 +23,20 @@ Held = Any
 
 @dataclass(frozen=True)
 class Offload:
-    """Pages on their way to host memory, each stage's part of them apart."""
+    """Pages that are being copied to host memory, by pipeline stage."""
 
     stages: list[jax.Array]  # [N, bytes of a page]
     copies: list[HostCopy]
 
     def arrive(self) -> None:
-        """Wait for the pages, and give each copy its bytes."""
+        """Wait for the pages and store their bytes in the host copies."""
         rows = zip(*map(np.asarray, self.stages), strict=True)
         for copy, page_parts in zip(self.copies, rows, strict=False):
             copy.data = np.concatenate(page_parts)  # no view: the others' bytes go when theirs do
 
 
 class PageCopier:
-    """Has a compiled program for each kind of copy, cache group and stage."""
+    """One compiled program for each kind of copy, cache group and stage."""
 
     def __init__(self, pipeline: Pipeline, to_host: bool, groups: int):
         self.to_host, windows = to_host, len(pipeline.config.windows)
@@ -49,7 +49,7 @@ class PageCopier:
         self.programs: dict[tuple[str, int, int], Any] = {}
 
     def calls(self, pages: dict[int, Held]) -> Iterator[tuple[tuple[str, int, int], Call]]:
-        """The programs to be made."""
+        """The programs to compile."""
         for group, stages in enumerate(self.owners):
             numbers = self.numbers_of(group, [])
             for stage, stage_layers in enumerate(stages):
@@ -63,7 +63,7 @@ class PageCopier:
     def move(
         self, pages: dict[int, Held], moves: PageMoves
     ) -> tuple[dict[int, Held], list[Offload]]:
-        """(the pages, what is on its way to host memory)."""
+        """Start the copies; returns the pages and what is being copied to host memory."""
         offloads = []
         for group, stages in enumerate(self.owners):
             layers = [[pages[index] for index in stage_layers] for stage_layers in stages]
@@ -118,10 +118,7 @@ class PageCopier:
         return np.array([*pages, *[0] * (self.at_once[group] - len(pages))], np.int32)
 
     def read(self, pages: dict[int, Held], group: int, numbers: Seq[int]) -> Any:
-        """What a few pages hold, not more than are moved at once, a row each.
-
-        On the device; of several stages put together on the host.
-        """
+        """Read up to `at_once` pages, a row of bytes each; with several stages, on the host."""
         read = [
             self.programs["offload", group, stage](
                 [pages[index] for index in stage_layers], self.numbers_of(group, numbers)
@@ -135,7 +132,7 @@ class PageCopier:
         )
 
     def place(self, group: int, block_NX: Any) -> Any:
-        """Such rows of another engine, where this one's devices can write them into pages."""
+        """Put rows of another engine where this engine's devices can copy them into pages."""
         if len(self.owners[group]) > 1:
             return np.asarray(block_NX)
         (_, _, sharding), _ = self.programs["restore", group, 0].input_shardings
@@ -147,9 +144,7 @@ def parts(moves: Seq[Any], at_once: int) -> Iterator[Seq[Any]]:
 
 
 def blocks(rows: Seq[tuple[int, SentPage]]) -> Iterator[tuple[Any, np.ndarray]]:
-    """Arrays on the device, and for each of their rows the page that it goes to; the dummy page
-    takes the others.
-    """
+    """(block on the device, target page of each of its rows); unused rows go to the dummy page."""
     targets_by_block: dict[int, tuple[Any, np.ndarray]] = {}
     for page, row in rows:
         _, targets = targets_by_block.setdefault(

@@ -1,4 +1,4 @@
-"""Pipeline stages: each stage's part of weights and state, and the programs that make up a step."""
+"""Pipeline stages: their weights and state, and the programs of a step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -71,7 +71,7 @@ class Pipeline:
     def make_state(
         self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0
     ) -> State:
-        """A state with no request in it."""
+        """Allocate an empty state."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(
@@ -81,7 +81,7 @@ class Pipeline:
     def abstract_state(
         self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0
     ) -> State:
-        """The state's shapes and shardings, without memory."""
+        """The shapes and shardings of an empty state."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(
@@ -90,10 +90,10 @@ class Pipeline:
         )
 
     def page_owners(self, group: int) -> list[list[int]]:
-        """The layers of each stage that own the pages of a cache group; one more than windows is
-        that of snapshots.
+        """The layers of each stage that own the pages of a cache group; the group after the windows
+        has the snapshots.
 
-        They are named as in `State.by_page`.
+        Layers are named as in `State.by_page`.
         """
         if group == len(self.kv_config.windows):
             return [[~index for index in layers] for layers in self.state_layers()]
@@ -103,7 +103,7 @@ class Pipeline:
         ]
 
     def state_layers(self) -> list[list[int]]:
-        """The layers of each stage that keep a state."""
+        """The recurrent layers of each stage."""
         return [
             [index for index in self.config.state_layers if index in stage.layers]
             for stage in self.stages
@@ -112,7 +112,7 @@ class Pipeline:
     def lower(
         self, weights, state: State, layout: BatchLayout, is_plain: bool = False
     ) -> list[jax.stages.Lowered]:
-        """A step's program for each stage, to be looked at."""
+        """The lowered step of each stage, for inspection."""
 
         def lower(call: Call) -> jax.stages.Lowered:
             traced = call.trace()
@@ -145,7 +145,7 @@ class Pipeline:
         is_plain: bool,
         without_drafter: bool = False,
     ) -> list[Made]:
-        """What `make` makes of each stage's part of a step."""
+        """Call `make` with each stage's part of a step."""
         if without_drafter:
             weights, state, _ = self.without_drafter(weights, state)
         results = []  # the first gets none
@@ -170,13 +170,13 @@ class Pipeline:
         return results
 
     def fused_steps(self, weights, state: State, layout: BatchLayout, steps: int) -> Call:
-        """Several decode steps; of a model on one device, without a drafter."""
+        """The program of several decode steps, for a model on one device without a drafter."""
         stops_BE = np.zeros((layout.shape.size.seqs, STOPS), np.int32)
         args = weights, state, np.stack([layout.nothing] * steps), stops_BE, np.int32(steps)
         return Call(fused_steps, args, shape=layout.shape, config=self.config)
 
     def draft_prefill(self, weights, state: State, layout: BatchLayout) -> Call:
-        """A drafter, on the last stage, computes what it has not followed."""
+        """The program by which the draft model, on the last stage, computes skipped tokens."""
         weights_part, state_part = self.parts(weights, state)[-1]
         places = Places.of(weights_part, self.meshes[-1])
         return Call(
@@ -188,7 +188,7 @@ class Pipeline:
         )
 
     def run_draft_prefill(self, compiled: Any, weights, state: State, buffer) -> State:
-        """The state after that program ran."""
+        """Run the draft prefill; returns the state."""
         stage_parts = self.parts(weights, state)
         weights_part, state_part = stage_parts[-1]
         return join(
@@ -199,13 +199,13 @@ class Pipeline:
         )
 
     def program(self, stage_programs: list[Program], without_drafter: bool = False) -> Any:
-        """Runs a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""
+        """A callable for a whole step: (weights, state, buffer) -> (sampled, hidden states, state)."""
         compiled = [program.result() for program in stage_programs]
         step = compiled[0] if len(compiled) == 1 else Relay(self, compiled)
         return WithoutDrafter(self, step) if without_drafter else step
 
     def without_drafter(self, weights, state: State) -> tuple[Any, State, dict[int, Any]]:
-        """(the model's weights, the state without a drafter's pages, and these)."""
+        """(the target's weights, the state without the drafter's pages, these pages)."""
         target_pages = {}
         drafter_pages = {}
         for index, pages in state.pages.items():
@@ -214,9 +214,7 @@ class Pipeline:
 
 
 class WithoutDrafter:
-    """A step's program without the drafter: each array that a program is given costs about a
-    microsecond.
-    """
+    """Runs a step without the drafter's arrays, each of which costs a microsecond per call."""
 
     def __init__(self, pipeline: Pipeline, program: Any):
         self.pipeline = pipeline
@@ -229,7 +227,7 @@ class WithoutDrafter:
 
 
 class Relay:
-    """The programs of the stages, one after the other; nothing here waits for a device."""
+    """Runs the programs of all stages in order, without waiting for a device."""
 
     def __init__(self, pipeline: Pipeline, programs: list[Any]):
         self.pipeline = pipeline
@@ -249,14 +247,14 @@ class Relay:
 
 
 def move(x, mesh: Mesh):
-    """The same shards on another mesh."""
+    """Copy shards to another mesh."""
     return jax.tree.map(
         lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), x
     )
 
 
 def stage_state(state: State, stage: Stage) -> State:
-    """What a stage has of the state of a model of several."""
+    """The part of the state that a stage has."""
     pages = {
         index: layer_pages
         for index, layer_pages in state.pages.items()
@@ -272,7 +270,7 @@ def stage_state(state: State, stage: Stage) -> State:
 
 
 def join(states) -> State:
-    """The state of all stages; the last has the slots."""
+    """Combine the states of all stages; the last one has the slots."""
     pages = {}
     recurrent = {}
     snapshots = {}

@@ -55,9 +55,7 @@ log = logging.getLogger("quire")
 
 
 class Call:
-    """A jitted function and what it is called with: trees of arrays, and by name what it is
-    compiled for.
-    """
+    """A jitted function with its arguments and static parameters."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], **static):
         self.function = function
@@ -69,7 +67,7 @@ class Call:
 
 
 class Program(NamedTuple):
-    """A program that is loaded or compiled in a thread of its own."""
+    """A program that is compiled or loaded in a thread."""
 
     compiled: Future[jax.stages.Compiled]
     variance: frozenset[str]  # why bits may depend on the batch
@@ -80,7 +78,7 @@ class Program(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a file says of a program."""
+    """A compiled program in a file."""
 
     binary: bytes
     out: Any  # a tree like that of its results
@@ -89,9 +87,7 @@ class Kept(NamedTuple):
 
 
 class Compiler:
-    """Makes programs side by side, since XLA compiles outside of Python's lock; where it can, from
-    a folder.
-    """
+    """Compiles programs in parallel, or loads them from a folder."""
 
     def __init__(self, folder: Path | None):
         self.folder, self.threads = folder, ThreadPoolExecutor()
@@ -111,7 +107,7 @@ class Compiler:
             Thread(target=keep, args=(self.folder, self.made), name="quire-program-cache").start()
 
     def make(self, call: Call, build: Build = jax.stages.Lowered.compile) -> Program:
-        """The program of a call."""
+        """Compile or load the program of a call."""
         path = self.path_of(call)
         if path is not None and (stored := read(path)) is not None:
             return Program(
@@ -130,7 +126,7 @@ class Compiler:
         return program
 
     def load(self, path: Path, stored: Kept, call: Call, build: Build) -> jax.stages.Compiled:
-        """A program that was kept, or the same anew where it cannot be loaded after all."""
+        """Load a stored program, or compile it if it cannot be loaded."""
         trees = jax.tree.structure((call.args, {})), jax.tree.structure(stored.out)
         try:
             return deserialize_and_load(
@@ -143,7 +139,7 @@ class Compiler:
             return build(call.trace().lower())
 
     def path_of(self, call: Call) -> Path | None:
-        """Where the program of a call is kept; None: nowhere."""
+        """The file of a call's program; None if it cannot be stored."""
         if self.folder is None:
             return None
         name = f"{call.function.__module__}.{call.function.__qualname__}"
@@ -160,7 +156,7 @@ class Compiler:
 
 
 class Pauses:
-    """JAX's own cache is neither read nor written while anybody makes programs to be kept."""
+    """Turns JAX's compilation cache off while programs that will be stored are compiled."""
 
     def __init__(self):
         self.lock = Lock()
@@ -187,11 +183,7 @@ elsewhere: set[Any] = (
 
 
 def folder_of_programs() -> Path | None:
-    """Where programs are kept, beside the compile cache that Quire has chosen; None: nowhere, as it
-    is not in use.
-
-    On CPUs alone: elsewhere it has not been tried.
-    """
+    """The folder of compiled programs, if Quire's own compile cache is in use; CPUs only."""
     used = jax.config.jax_enable_compilation_cache or pauses.count
     if (
         jax.default_backend() != "cpu"
@@ -207,7 +199,7 @@ def folder_of_programs() -> Path | None:
 
 
 def about_here() -> str:
-    """What every program depends on: code, versions, the processor and the settings."""
+    """Everything that all programs depend on: code, versions, processor and settings."""
     kernels = (
         f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "none"
     )
@@ -225,8 +217,8 @@ def about_here() -> str:
 
 
 def described(x: Any, values: bool = False) -> str:
-    """All that a program can depend on in a tree: of arrays their types and places, or where asked
-    the `values`.
+    """A description of all that a program can depend on in a tree: types and shardings of arrays,
+    or their values.
     """
     if is_dataclass(x) and not isinstance(x, type):
         field_values = {item.name: getattr(x, item.name) for item in fields(x)}
@@ -253,7 +245,7 @@ def described(x: Any, values: bool = False) -> str:
 
 
 def device_of(args: Any) -> Any:
-    """Where a program runs that is called with these."""
+    """The device of a program that is called with these arguments."""
     arrays = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
     return next(
         (device for array in arrays for device in array.sharding.device_set), jax.devices()[0]
@@ -261,9 +253,7 @@ def device_of(args: Any) -> Any:
 
 
 def read(path: Path) -> Kept | None:
-    """What is kept there; None if nothing is, it is damaged, or it was made with other kernels than
-    can be had.
-    """
+    """Read a stored program; None if it is missing, damaged, or was compiled with other kernels."""
     try:
         content = path.read_bytes()
         os.utime(path)  # when it was last used
@@ -278,7 +268,7 @@ def read(path: Path) -> Kept | None:
 
 
 def keep(folder: Path, programs: Iterable[tuple[Path, Program]]) -> None:
-    """Write programs, if there is room."""
+    """Store programs, if there is room."""
     kernels = native.outcomes()
     files = {}
     try:

@@ -1,4 +1,4 @@
-"""What lives on the device between steps: the pages of the cache and the state of each slot."""
+"""The device state between steps: KV pages, recurrent states and sampling state by slot."""
 
 import math
 from collections.abc import Iterable
@@ -24,9 +24,9 @@ HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS"
 
 @struct.dataclass
 class State:
-    """Donated to each step and returned by it.
+    """Donated to each step, which returns it.
 
-    Each pipeline stage has its pages, and the last one all the rest.
+    Each pipeline stage has its own pages; the last one has the rest.
     """
 
     pages: dict[int, KVPages]  # by the layer that owns them
@@ -43,16 +43,14 @@ class State:
 
     @property
     def by_page(self) -> dict[int, Any]:
-        """All whose first axis counts pages, by layer; snapshots by `~layer`, since a layer may
-        have keys as well.
-        """
+        """All arrays whose first axis is pages: KV pages by layer, snapshots by `~layer`."""
         return {
             **self.pages,
             **{~index: layer_arrays for index, layer_arrays in self.snapshots.items()},
         }
 
     def with_pages(self, by_page: dict[int, Any]) -> "State":
-        """With others in their place."""
+        """The state with these arrays in place of `by_page`."""
         pages = {index: by_page[index] for index in self.pages}
         return self.replace(
             pages=pages, snapshots={index: by_page[~index] for index in self.snapshots}
@@ -60,8 +58,8 @@ class State:
 
 
 def state_places(state: State) -> State:
-    """How a state lies on a mesh: pages are split by heads and by positions, what layers keep by
-    heads, slots by words.
+    """The sharding of a state: pages by heads and positions, recurrent states by heads, sampling
+    state by vocabulary.
 
     Replicas have pages and slots of their own.
     """
@@ -94,14 +92,12 @@ def state_places(state: State) -> State:
 
 
 def held_of(state: State) -> tuple[jax.Array | None, ...]:
-    """What is kept of each slot beside its sampling."""
+    """The state of each slot beside its sampling state."""
     return state.last_tokens_B, state.drafts_KB, state.rejected_B
 
 
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of one page of a layer, by field of `KVPages`; values that are a part of the keys have
-    none.
-    """
+    """Shapes of a layer's page by field of `KVPages`; values that are a part of the keys have none."""
     a = config.layers[index].attention
     dtype = jnp.dtype(config.layer_kv_dtype(index))
     if len(a.cached) == 2 and uses_paired_pages(dtype):
@@ -112,13 +108,13 @@ def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tu
 
 
 def owners(config: ModelConfig, layers: Iterable[int], group: int) -> list[int]:
-    """Those of some layers that own the pages of a cache group."""
+    """The layers among these that own the pages of a cache group."""
     return [index for index in layers if index in config.kv_layers and config.group(index) == group]
 
 
 def paged_layers(config: ModelConfig, paged: ModelConfig, stage: Stage) -> list[int]:
-    """The layers whose pages a stage has: its own, and in the last one those of a drafter behind
-    the model's.
+    """The layers whose pages a stage has; the last stage also has the drafter's, after the
+    target's.
     """
     return [*stage.layers, *(range(len(config.layers), len(paged.layers)) if stage.is_last else ())]
 
@@ -126,7 +122,7 @@ def paged_layers(config: ModelConfig, paged: ModelConfig, stage: Stage) -> list[
 def page_bytes(
     config: ModelConfig, group: int, page_size: int, owned: Iterable[int] | None = None
 ) -> int:
-    """Bytes of one page number of a cache group, over all layers that own it, or those given."""
+    """Bytes of a page of a cache group, over all layers that own it, or over `owned`."""
     owned = owners(config, range(len(config.layers)), group) if owned is None else owned
     return page_size * sum(
         layer_token_bytes(config.layers[index].attention, config.layer_kv_dtype(index))
@@ -135,9 +131,7 @@ def page_bytes(
 
 
 def stored_page_bytes(layers: Iterable[Any]) -> int:
-    """The same of the arrays of some layers, or of their shapes: on all devices that hold a part of
-    the page.
-    """
+    """Bytes of a page in these arrays, over all devices."""
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
 
@@ -151,9 +145,7 @@ def empty_state(
     max_drafts: int,
     words: int,
 ) -> State:
-    """One device's part of a state with no request in it; `paged` are the model's layers, and then
-    a drafter's.
-    """
+    """One device's part of an empty state; `paged` has the target's layers, then the drafter's."""
     pages = empty_pages(paged, paged_layers(config, paged, stage), num_pages, page_size)
     state_layers = [index for index in config.state_layers if index in stage.layers]
     recurrent = {
@@ -185,7 +177,7 @@ def empty_state(
 
 
 def empty_recurrent_state(mixer, max_seqs: int, max_drafts: int) -> dict[str, Any]:
-    """What a layer keeps for each slot; where there are drafts, what their rows brought, too."""
+    """A layer's recurrent state for each slot; with drafts, also the inputs of the draft tokens."""
     arrays: dict[str, Any] = {
         name: blank((max_seqs, *shape)) for name, shape in mixer.state_shapes.items()
     }
@@ -197,7 +189,7 @@ def empty_recurrent_state(mixer, max_seqs: int, max_drafts: int) -> dict[str, An
 def empty_pages(
     config: ModelConfig, layers: Iterable[int], num_pages: tuple[int, ...], page_size: int
 ) -> dict[int, KVPages]:
-    """The pages of those of some layers that own any."""
+    """The pages of the layers that own any."""
 
     def empty(index: int) -> KVPages:
         dtype = page_dtype(jnp.dtype(config.layer_kv_dtype(index)))

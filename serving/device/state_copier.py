@@ -1,4 +1,4 @@
-"""Copies what layers keep of a sequence from its slot to a page, and from a page to a slot."""
+"""Copies recurrent states between slots and snapshot pages."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -15,7 +15,7 @@ AT_ONCE = 8  # copies a call
 
 
 class StateCopier:
-    """Has a compiled program for each of the two, of each stage with such layers."""
+    """Two compiled programs, to save and to load, for each stage with recurrent layers."""
 
     def __init__(self, pipeline: Pipeline, max_seqs: int, num_pages: int, replicas: int = 1):
         self.max_seqs = max_seqs
@@ -25,7 +25,7 @@ class StateCopier:
         self.programs: dict[tuple[str, int], Any] = {}
 
     def calls(self, state: State) -> Iterator[tuple[tuple[str, int], Call]]:
-        """The programs to be made; none where there are no snapshots."""
+        """The programs to compile; none without snapshots."""
         if state.snapshots:
             numbers = np.zeros(AT_ONCE, np.int32)
             for stage, stage_layers in enumerate(self.stages):
@@ -42,9 +42,9 @@ class StateCopier:
     def move(
         self, state: State, saves: Seq[tuple[int, int, int]], loads: Seq[tuple[int, int, int, int]]
     ) -> State:
-        """The state after (replica, slot, page) and then (replica, page, slot, tokens) were copied.
+        """Save (replica, slot, page), then load (replica, page, slot, tokens); returns the state.
 
-        The device has the slots and pages of all replicas, one replica after the other.
+        The device numbers slots and pages over all replicas.
         """
         recurrent = dict(state.recurrent)
         snapshots = dict(state.snapshots)

@@ -1,4 +1,4 @@
-"""The one jitted step: append, attend, and draw, over a state that stays on the device."""
+"""The jitted step: embed, run the layers over KV pages, and sample."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from .step_shape import StepShape
 
 @dataclass(frozen=True)
 class Place:
-    """How a leaf of the weights lies on its devices."""
+    """The sharding and memory of one weight leaf."""
 
     spec: P
     on_host: bool
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Places:
-    """Over which devices a step runs, and how each leaf of the weights lies on them."""
+    """The mesh of a step, and the sharding of each weight leaf."""
 
     mesh: Mesh | None
     weights: tuple[Place, ...]
@@ -224,8 +224,8 @@ def fused_steps(
 
 
 def axes_of(mesh: Mesh, shape: StepShape) -> DeviceAxes:
-    """Steps that carry prompts have rows enough for each device to take a part of them, outside of
-    attention.
+    """The device axes of a step; steps that carry prompts also split their tokens over the context
+    axis.
     """
     axes = device_axes(mesh)
     split = axes.context.size > 1 and shape.size.rows > shape.size.seqs
@@ -242,9 +242,7 @@ def make_state(
     max_drafts: int,
     mesh: Mesh | None,
 ) -> State:
-    """A state with no request in it, where it is to lie; `paged` are the model's layers, and then a
-    drafter's.
-    """
+    """Allocate an empty state; `paged` has the target's layers, then the drafter's."""
     if mesh is None:
         return empty_state(
             config, paged, stage, num_pages, page_size, max_seqs, max_drafts, config.vocab_size
@@ -263,7 +261,7 @@ def split_state(
     max_drafts: int,
     mesh: Mesh,
 ) -> State:
-    """Each device makes its part; compiled once, since an engine that recovers makes another."""
+    """Allocate an empty state over a mesh; compiled once, since recovery allocates another."""
     local_configs = [local_config(whole_config, mesh) for whole_config in (config, paged)]
     words = -(-config.vocab_size // mesh.shape["tensor"])
 
@@ -292,7 +290,7 @@ def abstract_state(
     max_drafts: int,
     mesh: Mesh | None,
 ) -> State:
-    """The same without memory."""
+    """The shapes and shardings of an empty state."""
     state = jax.eval_shape(
         lambda: make_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, mesh)
     )
@@ -319,7 +317,7 @@ def step_of_one(
     drafter: DeviceDrafter | None = None,
     without_drafter: bool = False,
 ):
-    """What one device does in a step."""
+    """The part of a step that one device computes."""
     batch = BatchLayout(shape).read(buffer)
     both_weights = weights
     weights = model_of(weights)
@@ -439,9 +437,7 @@ def step_of_one(
 
 
 def adapting(weights, batch: Batch, num_slots: int):
-    """The weights, in whose layers each of the step's rows has its adapter, and in the head those
-    that draw.
-    """
+    """The weights with the adapter of each token, and in the head of each sampled token."""
     layers = adapter.with_rows(weights.layers, batch.adapters_T, num_slots)
     return adapter.with_rows(weights.replace(layers=()), batch.adapters_R, num_slots).replace(
         layers=layers

@@ -1,4 +1,4 @@
-"""Which adapter is in which slot of the device's stacks, and who waits for a slot."""
+"""Assigns adapters to the slots of the device's adapter stacks."""
 
 from collections import Counter
 from typing import Any
@@ -9,12 +9,10 @@ PATIENCE = 16  # sequences with adapters that may overtake one that waits for a 
 
 
 class AdapterSlots:
-    """An adapter keeps its slot while a sequence that uses it runs; then the least recently used
-    gives way.
+    """A least-recently-used cache of adapters; one in use is never evicted.
 
-    A sequence whose adapter finds no slot lets others pass, whose adapters have one. When PATIENCE
-    have passed, no sequence with another adapter begins until it has: those that run end, and leave
-    it a slot.
+    A sequence whose adapter has no slot is passed by sequences whose adapters have one. After
+    PATIENCE of them, no sequence with another adapter is admitted until it was.
     """
 
     def __init__(self, count: int):
@@ -26,7 +24,7 @@ class AdapterSlots:
         self.passed: dict[Sequence, int] = {}
 
     def begin_look(self) -> None:
-        """The queue is looked through again: forget those that wait no more."""
+        """Forget passed sequences that no longer wait, before the queue is searched again."""
         if self.passed:
             self.passed = {
                 seq: n
@@ -35,7 +33,7 @@ class AdapterSlots:
             }
 
     def admits(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence may begin, as far as its adapter goes."""
+        """Whether the adapter of a waiting sequence has a slot or can get one."""
         if seq.adapter is None:
             return True
         first = next((seq for seq, count in self.passed.items() if count >= PATIENCE), None)
@@ -51,7 +49,7 @@ class AdapterSlots:
         return False
 
     def take(self, seq: Sequence) -> None:
-        """A sequence begins: its adapter has a slot from now on."""
+        """Give the adapter of an admitted sequence a slot."""
         if seq.adapter is None:
             return
         key = seq.adapter.key
@@ -66,12 +64,12 @@ class AdapterSlots:
         self.users[key] += 1
 
     def evict(self) -> int:
-        """The slot of the adapter that nobody has used for longest."""
+        """Free the slot of the least recently used idle adapter."""
         key = next(key for key in self.slots if not self.users[key])
         return self.slots.pop(key)
 
     def give_back(self, seq: Sequence) -> None:
-        """A sequence does not run any more; its adapter stays until another needs the slot."""
+        """Release the adapter of a sequence; it stays loaded until its slot is needed."""
         if seq.adapter is not None:
             self.users[seq.adapter.key] -= 1
             self.slots[seq.adapter.key] = self.slots.pop(seq.adapter.key)  # used last
@@ -81,14 +79,14 @@ class AdapterSlots:
         return loads
 
     def forget(self) -> None:
-        """The device holds no adapters any more, and nobody runs."""
+        """Forget all adapters, since the device state is new."""
         assert not any(self.users.values()), "adapters are forgotten that running sequences use"
         self.free += self.slots.values()
         self.slots = {}
         self.loads = []
 
     def check(self, running: list[Sequence]) -> None:
-        """Prove that every slot is free or one adapter's, and that those who run have theirs."""
+        """Assert that each slot is free or has one adapter, and that running sequences have theirs."""
         used = Counter(seq.adapter.key for seq in running if seq.adapter is not None)
         assert +self.users == used, "an adapter's users are miscounted"
         for seq in running:

@@ -1,6 +1,4 @@
-"""Admission: makes requests, and refuses, before anything is computed, what this engine could never
-serve.
-"""
+"""Makes requests, and refuses those that the engine could never serve."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +25,7 @@ NO_ADAPTERS = "names an adapter, and this engine serves none: start it with enab
 
 
 class Admission:
-    """What one engine can serve, and the requests that it makes of prompts and parameters."""
+    """The limits of an engine, and the requests that it makes from prompts and parameters."""
 
     def __init__(
         self,
@@ -51,14 +49,12 @@ class Admission:
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens of a prompt and its answer; the one that an encoder's step samples takes no
-        position.
-        """
+        """Maximum number of tokens of prompt and answer."""
         return self.max_len + 1 if self.config.encodes else self.max_len
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt."""
+        """Maximum number of prompt tokens."""
         return (
             min(self.max_len, self.shape.max_tokens)
             if self.shape.whole_prompts
@@ -66,7 +62,7 @@ class Admission:
         )
 
     def check(self, tokens: Sequence[int], params: SamplingParams, is_pooled: bool = False) -> None:
-        """Refuse what can never be served; `is_pooled`: hidden states are wanted, and no tokens."""
+        """Refuse a request that can never be served; `is_pooled`: it asks for hidden states."""
         if not is_pooled and not self.config.writes:
             message = (
                 "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or "
@@ -119,10 +115,7 @@ class Admission:
         second: int,
         now: float,
     ) -> Request:
-        """A request, which `check` has passed, with its sequences.
-
-        The arguments are those of `Engine.add`.
-        """
+        """Make a request that `check` has accepted; the arguments are those of `Engine.add`."""
         config = self.config
         grammar: Any = params.structured_outputs  # a mapping, once the parameters are parsed
         num_sequences = params.num_sequences
@@ -164,9 +157,7 @@ class Admission:
 
 
 def check_prompt(tokens: Sequence[int], vocab: int, max_len: int) -> None:
-    """Refuse token ids that the model does not have, which JAX would clamp in silence, and too many
-    of them.
-    """
+    """Refuse prompts that are empty or too long, and invalid token ids, which JAX would clamp."""
     if not tokens:
         raise RequestError("prompt", "is empty; it must have at least one token")
     are_valid = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
@@ -190,7 +181,7 @@ def check_prompt(tokens: Sequence[int], vocab: int, max_len: int) -> None:
 
 
 def check_token_ids(params: SamplingParams, vocab: int) -> None:
-    """Refuse parameters with token ids that the model does not have."""
+    """Refuse parameters with invalid token ids."""
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab:
@@ -202,7 +193,7 @@ def check_token_ids(params: SamplingParams, vocab: int) -> None:
 
 
 def check_listed(name: str, num_logprobs: int | None, vocab: int, listed: int) -> None:
-    """Refuse more log-probabilities of a position than a step lists."""
+    """Refuse more log-probabilities per position than a step returns."""
     if num_logprobs is not None and (vocab if num_logprobs == -1 else num_logprobs) > listed:
         all_of_them = f" (-1: the {vocab} of the vocabulary)" if num_logprobs == -1 else ""
         raise RequestError(
@@ -212,7 +203,9 @@ def check_listed(name: str, num_logprobs: int | None, vocab: int, listed: int) -
 
 
 def check_whole(tokens: Sequence[int], max_len: int, max_rows: int) -> None:
-    """Refuse what an encoder cannot read at once: each token sees those after it."""
+    """Refuse inputs that an encoder cannot compute in one step, as bidirectional attention
+    requires.
+    """
     if len(tokens) > max_len:
         raise TooLong(
             "prompt",

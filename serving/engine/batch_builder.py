@@ -1,4 +1,4 @@
-"""From the scheduler's plans to the buffers that steps read."""
+"""Builds the buffers that steps read from the scheduler's plans."""
 
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -15,9 +15,9 @@ from .scheduler import ScheduledSequence, StepPlan
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A replica's step whose rows all draw, after tokens that the device holds.
+    """A replica's decode step on tokens that the device holds.
 
-    While the same sequences bring as many rows, the next one differs by their positions alone.
+    While the same sequences decode, the next step differs only in its positions.
     """
 
     seqs: list[Sequence]
@@ -34,9 +34,9 @@ class DecodeStep:
 
 
 class BatchBuilder:
-    """Caches each slot's settings and page tables, so that a step only copies arrays.
+    """Caches the parameters and page tables of each slot, so that a step only copies arrays.
 
-    A slot's place is its number among those of all replicas, one replica after the other.
+    A slot's place is its index among those of all replicas.
     """
 
     def __init__(self, shape: StepShape, num_stages: int = 1):
@@ -71,12 +71,12 @@ class BatchBuilder:
         return seq.replica * self.shape.max_seqs + seq.slot
 
     def forget(self) -> None:
-        """Nothing that was computed is kept: every sequence starts over."""
+        """Drop the decode steps in flight: every sequence starts over."""
         for steps in self.decode_steps:
             steps.clear()
 
     def assign(self, seq: Sequence, biased: bool) -> bool:
-        """Give a slot to a sequence that is new in it, or starts over; whether its tokens are to be
+        """Set up the slot of a sequence that is new or starts over; returns whether its tokens are
         counted.
         """
         place = self.place(seq)
@@ -101,9 +101,7 @@ class BatchBuilder:
         return tracked
 
     def build(self, plan: StepPlan) -> tuple[Size, np.ndarray]:
-        """The arrays of a plan in one buffer, at the smallest size that holds what each replica
-        computes.
-        """
+        """Write a plan into one buffer, at the smallest size that holds it."""
         continued = [
             self.continued(steps, items)
             for steps, items in zip(self.decode_steps, plan.parts, strict=True)
@@ -139,7 +137,7 @@ class BatchBuilder:
         return size, buffer
 
     def can_extend(self, plan: StepPlan) -> bool:
-        """Whether a step of one replica continues the one in flight, at the smallest size."""
+        """Whether a step continues the one in flight, at the smallest size, on a single replica."""
         (items,) = plan.parts
         (steps,) = self.decode_steps
         if not steps or steps[0].size != next(iter(self.layouts)):
@@ -147,10 +145,9 @@ class BatchBuilder:
         return self.continued(steps, items) is not None and len(steps[0].of_T) == len(items)
 
     def build_fused(self, plan: StepPlan, max_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """The buffers of at most `most` fused steps, and the tokens that would end each sequence.
+        """Build the buffers of up to `most` fused steps, and the stop tokens of each sequence.
 
-        The device knows the first `STOPS` of these tokens; the host finds the others in the
-        results.
+        The device checks `STOPS` stop tokens; the host finds the others in the results.
         """
         (items,) = plan.parts
         (steps,) = self.decode_steps
@@ -168,7 +165,7 @@ class BatchBuilder:
         return buffers, stops_BE
 
     def has_no_drafts(self, size: Size, buffer: np.ndarray) -> bool:
-        """Whether a step, one row of each sequence, has nothing to do with drafts."""
+        """Whether a decode step neither verifies nor makes draft tokens."""
         at = self.layouts[size].offsets
         replica_buffers = buffer.reshape(len(self.decode_steps), -1)
         draft_fields = (
@@ -180,7 +177,7 @@ class BatchBuilder:
     def build_draft_prefill(
         self, items_by_replica: Seq[Seq[ScheduledSequence]]
     ) -> tuple[Size, np.ndarray]:
-        """Rows that only the drafter computes."""
+        """Build a batch that only the draft model computes."""
         rows = max(sum(item.num_tokens for item in items) for items in items_by_replica)
         size = choose(self.prefill_sizes, rows, max(map(len, items_by_replica)), 0, False)
         buffer = self.layouts[size].nothing.copy()
@@ -194,8 +191,8 @@ class BatchBuilder:
     def continued(
         self, steps: deque[DecodeStep], items: Seq[ScheduledSequence]
     ) -> DecodeStep | None:
-        """The step under way that this one continues: the same sequences, each with as many rows;
-        or None.
+        """The step in flight that this one continues, with the same sequences and numbers of
+        tokens; or None.
         """
         if not steps or len(items) != len(steps[0].seqs):
             return None
@@ -215,7 +212,9 @@ class BatchBuilder:
     def advance(
         self, steps: deque[DecodeStep], items: Seq[ScheduledSequence], buffer: np.ndarray
     ) -> bool:
-        """Write a step that continues the first of these; whether it asks for plain draws only."""
+        """Write a step that continues the first of `steps`; returns whether it samples without
+        top-k, top-p, penalties and log-probabilities.
+        """
         last = steps.popleft()
         at = self.layouts[last.size].offsets
         T = len(last.of_T)
@@ -245,7 +244,7 @@ class BatchBuilder:
         size: Size,
         buffer: np.ndarray,
     ) -> bool:
-        """Write any step; whether it asks for plain draws only."""
+        """Write a step of any kind; the result is that of `advance`."""
         buffer[:] = self.layouts[size].padding
         b = self.layouts[size].views(buffer)
         seqs = [item.seq for item in items]
@@ -314,8 +313,8 @@ class BatchBuilder:
         return is_plain
 
     def busy(self, layout: BatchLayout, num_drafts: int) -> np.ndarray:
-        """A batch whose rows are all computed and drawn, evenly of all its sequences, at the
-        beginning of page 0.
+        """A batch at full size for measurements: every token is sampled from, all at the start of
+        page 0.
         """
         buffer = layout.nothing.copy()
         for replica_buffer in buffer.reshape(self.shape.num_replicas, -1):
@@ -332,7 +331,7 @@ class BatchBuilder:
         return buffer
 
     def kv_slots(self, places, positions) -> list[np.ndarray]:
-        """Where each row's key and value go, for each cache group."""
+        """The KV slot that each token is written to, by cache group."""
         page, offset = np.divmod(positions, self.shape.page_size)
         return [table[places, page] * self.shape.page_size + offset for table in self.tables]
 
@@ -344,8 +343,8 @@ class BatchBuilder:
         offsets: np.ndarray,
         b: Batch,
     ) -> None:
-        """The rows whose logits are wanted, in the order of the plan: prompt scores first, then the
-        draw.
+        """Write the inputs of sampling in the order of the plan: scored prompt tokens, then sampled
+        ones.
         """
         counts = [len(item.scored_positions) + item.num_samples for item in items]
         s = b.sampling
@@ -390,7 +389,7 @@ class BatchBuilder:
                 getattr(s, name)[:R] = values[places_R]
 
     def sync_tables(self, seq: Sequence) -> int:
-        """Copy the page numbers that are new since the last step, and return the sequence's place.
+        """Copy a sequence's new page numbers into its page tables; returns its place.
 
         A table only grows while its sequence runs.
         """
@@ -403,7 +402,7 @@ class BatchBuilder:
 
 
 def needs_of(items: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, bool]:
-    """Rows, rows whose logits are wanted, and whether each sequence brings a single row."""
+    """(tokens, tokens whose logits are computed, whether each sequence has one token)."""
     if continued is not None:
         rows = len(continued.of_T)
         return rows, rows, rows == len(items)
@@ -416,14 +415,16 @@ def needs_of(items: Seq[ScheduledSequence], continued: DecodeStep | None) -> tup
 
 
 def drafting(items: Seq[ScheduledSequence]) -> tuple[int, bool]:
-    """How many tokens the step itself is to draft, and whether the drafter follows its rows."""
+    """(draft tokens that the step makes for each sequence, whether the draft model computes its
+    tokens).
+    """
     return max([item.num_to_draft for item in items]), any(
         item.seq.draft.num_requested for item in items
     )
 
 
 def tokens_of(item: ScheduledSequence) -> list[int]:
-    """The tokens of a sequence's rows; one that only the device knows is named by its slot."""
+    """The tokens that a sequence computes, with placeholders for those that only the device knows."""
     num_known = item.num_tokens - len(item.draft_tokens)
     tokens = item.seq.tokens[item.start : item.start + num_known]
     if len(tokens) < num_known:
@@ -440,7 +441,7 @@ def following(item: ScheduledSequence) -> int:
 
 
 def is_steady(item: ScheduledSequence) -> bool:
-    """Whether the sequence's next step may differ from this one by its positions alone."""
+    """Whether the sequence's next decode step may differ from this one only in its position."""
     if item.num_tokens != item.num_samples or item.scored_positions or item.seq.bad_words:
         return False
     # with the token that it draws
@@ -448,8 +449,8 @@ def is_steady(item: ScheduledSequence) -> bool:
 
 
 def banned(seq: Sequence, drafts: Seq[int] = ()) -> list[int]:
-    """The last tokens of the bad words whose other tokens were just generated, if the drafts are
-    right.
+    """Last tokens of the bad words whose other tokens precede, assuming that all drafts are
+    accepted.
     """
     longest = max(len(word) for word in seq.bad_words) - 1
     output = [*seq.tokens[max(seq.num_prompt, len(seq.tokens) - longest) :], *drafts]

@@ -1,6 +1,4 @@
-"""Beam search: the likeliest continuations, over an engine whose prefix cache holds what the beams
-share.
-"""
+"""Beam search over an engine; the prefix cache holds what beams share."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -18,7 +16,7 @@ from .engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """The width and the length of a beam search."""
+    """Parameters of a beam search, with vLLM's names."""
 
     beam_width: int
     max_tokens: int = 16
@@ -36,7 +34,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """One continuation; `logprobs` has the log-probability of each of its tokens."""
+    """One beam; `logprobs` has the log-probability of each token."""
 
     tokens: Seq[int] = ()
     logprobs: Seq[float] = ()
@@ -50,7 +48,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """The continuations of one prompt, the best first."""
+    """The beams of one prompt, best first."""
 
     prompt_token_ids: Seq[int]
     sequences: Seq[BeamSearchSequence]
@@ -58,7 +56,7 @@ class BeamSearchOutput:
 
 @dataclass
 class Search:
-    """One prompt's beams under way."""
+    """The running search of one prompt."""
 
     prompt: list[int]
     terms: RequestOptions
@@ -70,11 +68,11 @@ class Search:
     cached: int = 0  # tokens of the prompt that were computed already
 
     def asked(self) -> list[list[int]]:
-        """The prompt with each live beam."""
+        """The prompt followed by each live beam."""
         return [self.prompt + list(beam.tokens) for beam in self.live]
 
     def take(self, answers: Iterable[Seq[tuple[int, float]]]) -> None:
-        """Go on with the likeliest next tokens of each live beam."""
+        """Extend the live beams with their most likely next tokens."""
         width = self.params.beam_width
         length = len(self.live[0].tokens) + 1
         grown = []
@@ -103,7 +101,7 @@ class Search:
         return beam.cum_logprob / len(beam.tokens) ** self.params.length_penalty
 
     def best(self) -> list[BeamSearchSequence]:
-        """What was found, the best first."""
+        """The finished beams, best first."""
         return sorted(self.done, key=self.score)[::-1][: self.params.beam_width]
 
 
@@ -115,10 +113,7 @@ def search(
     turn: Callable[[], AbstractContextManager] = nullcontext,
     most: int | None = None,
 ) -> list[BeamSearchOutput]:
-    """The beams of every prompt; in each `turn` the engine is this thread's.
-
-    At most `most` prompts go on together.
-    """
+    """Search all prompts, at most `most` at a time; each engine step runs within a `turn`."""
     together = (
         max(1, len(prompts))
         if most is None
@@ -136,7 +131,7 @@ def search(
 def begin(
     engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[RequestOptions]
 ) -> list[Search]:
-    """A search for each prompt; what cannot be served is refused before anything is computed."""
+    """Make a search for each prompt; unservable ones are refused before anything is computed."""
     if any(request_options.timeout is not None for request_options in terms):
         raise RequestError(
             "timeout", "is not kept by a beam search; leave it out and choose max_tokens"
@@ -159,7 +154,7 @@ def begin(
 
 
 def next_token(params: BeamSearchParams) -> SamplingParams:
-    """How the likeliest tokens after a beam are asked for."""
+    """Sampling parameters that return the most likely next tokens."""
     return SamplingParams(
         temperature=0,
         max_tokens=1,
@@ -175,7 +170,7 @@ def search_together(
     params: SamplingParams,
     turn: Callable[[], AbstractContextManager],
 ) -> None:
-    """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
+    """Extend all live beams of all prompts in one batch, until none is live."""
     while prompts := [(tokens, search.terms) for search in searches for tokens in search.asked()]:
         with turn():
             answers = iter(ask(engine, prompts, params))
@@ -185,9 +180,7 @@ def search_together(
 
 
 def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: float) -> bool:
-    """Whether a beam cannot reach a better score than `worst`: its sum only falls, at any length up
-    to the limit.
-    """
+    """Whether a beam cannot exceed the score `worst` at any length up to the limit."""
     return (
         max(beam.cum_logprob / length**penalty for length in (len(beam.tokens) + 1, limit)) <= worst
     )
@@ -196,7 +189,7 @@ def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: flo
 def ask(
     engine: Engine, prompts: Seq[tuple[list[int], RequestOptions]], params: SamplingParams
 ) -> list[list[tuple[int, float]]]:
-    """The likeliest tokens after each prompt, with their log-probabilities."""
+    """The most likely next tokens of each prompt, with log-probabilities."""
     requests: list[Request] = []
     try:
         for tokens, terms in prompts:
@@ -215,7 +208,7 @@ def ask(
 def likeliest(
     answer: Completion | CompletionOutput, params: SamplingParams
 ) -> list[tuple[int, float]]:
-    """The likeliest tokens, with their log-probabilities, of one that was asked for."""
+    """The most likely next tokens of a completion, with log-probabilities."""
     if answer.finish_reason != "length" or answer.logprobs is None:
         raise EngineError("a step of the beam search failed; the log says why")
     return [(token, entry.logprob) for token, entry in answer.logprobs[0].items()][
@@ -224,7 +217,7 @@ def likeliest(
 
 
 def with_text(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:
-    """The same beam with its text."""
+    """The beam with its decoded text."""
     text = (
         None
         if engine.tokenizer is None

@@ -1,4 +1,4 @@
-"""How many pages there are: as many as fit beside the weights and a step's working memory."""
+"""Sizes the KV cache: as many pages as fit beside the weights and a step's working memory."""
 
 import math
 import os
@@ -38,11 +38,10 @@ GAPS = 1 / 32  # of what JAX has of a GPU: left free, since arrays do not lie wi
 
 
 def cache_budget(options: EngineOptions) -> int | None:
-    """Bytes for the KV cache where they do not depend on the model: as given, or on a CPU a part of
-    the free memory.
+    """Bytes for the KV cache, if they do not depend on the weights: as configured, or a share of a
+    CPU's free memory.
 
-    None where the weights must be loaded first: on an accelerator, or when a share of the memory
-    was asked for.
+    None if the weights must be loaded first.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -52,8 +51,8 @@ def cache_budget(options: EngineOptions) -> int | None:
 
 
 def check_memory(options: EngineOptions, weights: int) -> None:
-    """Refuse sizes of caches that this machine or its devices have no memory for, before the
-    `weights` are loaded.
+    """Refuse cache sizes that exceed the machine's or the devices' memory, before weights are
+    loaded.
     """
     device = options.kv_cache_memory_bytes or 0
     host = options.kv_cache_host_bytes or 0
@@ -90,9 +89,7 @@ def check_memory(options: EngineOptions, weights: int) -> None:
 
 
 def free_memory() -> int:
-    """Bytes that the system can give: those that nobody uses, and where it tells them those of
-    files it can forget.
-    """
+    """Bytes of memory that are free or can be reclaimed."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -101,9 +98,7 @@ def free_memory() -> int:
 
 
 def steady(size: int) -> int:
-    """Rounded down to four bits: with another number of pages all programs are others, and are
-    compiled anew.
-    """
+    """Round down to four significant bits, so that small changes do not recompile all programs."""
     num_dropped_bits = max(0, size.bit_length() - 4)
     return size >> num_dropped_bits << num_dropped_bits
 
@@ -114,9 +109,9 @@ def device_memory() -> int | None:
 
 
 def claim_memory(options: EngineOptions) -> None:
-    """Let JAX take of each GPU what the engine may use, unless the user has said what it takes.
+    """Set JAX's memory fraction to what the engine may use, unless the user has set it.
 
-    It is heard if JAX has not used a GPU yet.
+    It has no effect once JAX has used a GPU.
     """
     if not any(os.environ.get(name) for name in FRACTIONS):
         os.environ[FRACTIONS[0]] = str(share_of(options))
@@ -127,7 +122,7 @@ def share_of(options: EngineOptions) -> float:
 
 
 def usable_memory(options: EngineOptions) -> int:
-    """Bytes that weights, cache and steps may use together."""
+    """Bytes for weights, cache and steps together."""
     pool = device_memory()
     share = share_of(options)
     if pool is None or jax.default_backend() != "gpu":
@@ -148,7 +143,7 @@ def held_bytes(tree) -> int:
 
 
 class ProgramMemory(NamedTuple):
-    """Bytes that a compiled program takes on a device."""
+    """Bytes that a compiled program needs on a device."""
 
     arguments: int
     temporaries: int
@@ -176,10 +171,7 @@ def working_bytes(
     mesh: Mesh | None = None,
     drafter: DeviceDrafter | None = None,
 ) -> int:
-    """Bytes that the largest step takes on a device beside weights and state.
-
-    The compiler says so; nothing is run.
-    """
+    """Bytes of the largest step on a device, beside weights and state; the compiler reports them."""
     groups = len(config.windows)
     stages = Pipeline(config, mesh, drafter)
     replicas = device_axes(mesh).data.size
@@ -202,7 +194,7 @@ def working_bytes(
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
-    """Bytes of a page on all devices that hold a part of it: what it takes on the host."""
+    """Bytes of a page in host memory: the sum over all devices that hold a part of it."""
     abstract_state = Pipeline(config, mesh).abstract_state(
         (1,) * (len(config.windows) + 1), page_size, 1
     )
@@ -294,11 +286,7 @@ def size_cache(
 
 
 def num_snapshots(snapshot_bytes: int, options: SizedOptions, budget: int) -> int:
-    """How many states of sequences are kept for prompts that begin alike: in an eighth of the
-    memory, or none.
-
-    `each` are a state's bytes on the device that has most of it.
-    """
+    """Number of recurrent-state snapshots for the prefix cache: an eighth of the memory, or none."""
     if not snapshot_bytes or not options.enable_prefix_caching:
         return 0
     count = budget // SNAPSHOTS // snapshot_bytes

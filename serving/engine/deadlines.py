@@ -8,9 +8,7 @@ from ..request.request import Request
 
 
 class Deadlines:
-    """A heap with the earliest deadline first; entries of requests that have ended are removed now
-    and then.
-    """
+    """A heap of deadlines; entries of finished requests are removed now and then."""
 
     def __init__(self):
         self.heap: list[tuple[float, int, Request]] = []
@@ -23,11 +21,11 @@ class Deadlines:
         heapq.heappush(self.heap, (deadline, next(self.count), request))
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds until the earliest deadline, 0 where it is over; None without one."""
+        """Seconds until the earliest deadline, at least 0; None without one."""
         return max(0.0, self.heap[0][0] - now) if self.heap else None
 
     def due(self, now: float) -> Iterator[Request]:
-        """Those whose time is up and that have not ended."""
+        """Yield the unfinished requests whose deadline has passed."""
         while self.heap and self.heap[0][0] <= now:
             request = heapq.heappop(self.heap)[2]
             if not request.finished:

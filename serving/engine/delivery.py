@@ -1,4 +1,4 @@
-"""Hands results from the engine's thread to readers in their event loops, many at a time."""
+"""Passes updates from the engine's thread to readers in event loops, in batches."""
 
 import asyncio
 from collections import deque
@@ -16,7 +16,7 @@ SLICE = 8  # readers woken before the loop may do something else
 
 
 class Inbox:
-    """What a reader has not read yet. Used in its event loop only."""
+    """The unread updates of a reader; used in its event loop only."""
 
     def __init__(self):
         self.loop = asyncio.get_running_loop()
@@ -33,9 +33,7 @@ class Inbox:
 
     @contextmanager
     def reminded(self, pause: float) -> Iterator[None]:
-        """While this is open, `take` returns an empty list when nothing has come for `pause`
-        seconds.
-        """
+        """In this context `take` returns an empty list after `pause` seconds without an update."""
         self.timer = self.loop.call_later(pause, self.remind, pause)
         try:
             yield
@@ -49,7 +47,7 @@ class Inbox:
         self.timer = self.loop.call_later(pause, self.remind, pause)
 
     async def take(self) -> list[Any]:
-        """All items, as soon as there is one; or none, as a reminder."""
+        """Wait for updates and return them all; empty as a reminder."""
         await self.filled.wait()
         self.filled.clear()
         items, self.items = self.items, []
@@ -57,7 +55,7 @@ class Inbox:
 
 
 class Listener:
-    """A reader of one request: what it reads, and its inbox."""
+    """A reader of one request."""
 
     def __init__(
         self, inbox: Inbox, index: int, read: Callable[[Request], Any], at_end: bool = False
@@ -70,9 +68,7 @@ class Listener:
 
 
 class Outbox:
-    """Collects which requests have news, and sends the news of all of them together now and
-    then.
-    """
+    """Collects requests with updates, and flushes the updates of all of them together."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
@@ -94,8 +90,8 @@ class Outbox:
                     self.urgent.add(name)
 
     def deliver_due(self) -> None:
-        """Send all news if the last delivery is done and some time has passed; before that only
-        what is urgent.
+        """Flush the updates if the last batch has been read and its interval is over; otherwise
+        only urgent ones.
         """
         if self.news and not self.delivering():
             if self.clock() - self.sent >= min(EACH * len(self.listeners), PACE):
@@ -104,13 +100,13 @@ class Outbox:
                 self.hand_over({name: self.news.pop(name) for name in self.urgent})
 
     def delivering(self) -> bool:
-        """Whether an event loop has not given its readers all that it was handed."""
+        """Whether an event loop has not yet processed all that it was sent."""
         for loop in [loop for loop in self.on_the_way if loop.is_closed()]:
             del self.on_the_way[loop]
         return any(self.on_the_way.values())
 
     def send(self) -> None:
-        """Hand over everything."""
+        """Send all updates."""
         self.sent = self.clock()
         news, self.news = self.news, {}
         self.hand_over(news)
@@ -141,10 +137,7 @@ class Outbox:
             loop.call_soon(self.deliver, loop)
 
     def give_up(self, error: Exception) -> None:
-        """Tell every reader that nothing more comes.
-
-        From any thread, since the engine's may hang.
-        """
+        """Tell every reader that nothing more comes; from any thread, since the engine's may hang."""
         listeners = list(self.listeners.values())
         self.listeners.clear()
         for listener in listeners:

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step ahead of the device."""
+"""The engine's loop: it schedules, launches, collects and processes steps."""
 
 import time
 from collections import deque
@@ -94,10 +94,10 @@ class Engine:
         pooling: Pooling | None = None,
         second: int = FAR,
     ) -> Request:
-        """Queue a request, or refuse it with a `RequestError` that says why.
+        """Queue a request, or raise a `RequestError` with the reason.
 
-        With `pooling` it asks for the prompt's hidden states and no token: `RequestOutput.pooled`.
-        Of a pair of texts the second begins at the token `second`.
+        With `pooling` the result is the prompt's hidden states (`RequestOutput.pooled`) and no
+        token is generated. `second` is where the second text of a pair begins.
         """
         self.lifecycle.check_serving()
         if request_id in self.requests:
@@ -131,10 +131,9 @@ class Engine:
         return request
 
     def step(self, launches: bool = True) -> list[Request]:
-        """Launch the next step and process the results of the oldest one; the requests that got
-        tokens, or ended.
+        """Launch the next step and process the results of the oldest one in flight.
 
-        Without `launches` only results are processed.
+        Returns the requests that got tokens or ended. Without `launches` it only processes results.
         """
         if self.lifecycle.is_asleep:
             return []
@@ -151,8 +150,8 @@ class Engine:
         return self.report(began, step, result, changed)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step, as several fused steps where that delays no token; None: nothing can
-        be computed now.
+        """Plan the next step, fused where that delays no token; None if nothing can be computed
+        now.
         """
         if self.speculator is not None:
             is_blocked = self.num_stages == 1 and any(
@@ -184,7 +183,7 @@ class Engine:
         return step
 
     def collect(self, num_kept: int) -> StepResult | None:
-        """Wait for the oldest step; None where no more than `num_kept` steps are in flight."""
+        """Wait for the oldest step in flight; None if no more than `num_kept` are in flight."""
         if len(self.in_flight) <= num_kept:
             return None
         began = self.clock()
@@ -198,7 +197,7 @@ class Engine:
         return result
 
     def update(self, result: StepResult | None) -> Iterator[Request]:
-        """Give the sequences of the oldest step its tokens; yields the request of each."""
+        """Give the sequences their sampled tokens; yields the request of each."""
         if result is None:
             return
         yield from self.results.process(result)
@@ -207,9 +206,7 @@ class Engine:
             self.runner.settle()
 
     def recover(self, error: Exception, plan: StepPlan | None) -> Iterator[Request]:
-        """Start over after a failed step: every planned and launched step is lost; yields the
-        requests that end.
-        """
+        """Start over after a failed step; yields the requests of the lost steps, which end."""
         lost_plans = [step.plan for step in self.in_flight]
         if plan is not None:
             lost_plans.append(plan)
@@ -223,7 +220,7 @@ class Engine:
         result: StepResult | None,
         changed: list[Request],
     ) -> list[Request]:
-        """Tell the observers of a step; each changed request once."""
+        """Pass a step's record to the observers; returns each changed request once."""
         requests = tuple(dict.fromkeys(changed))
         num_running = len(self.scheduler.running)
         num_waiting = len(self.scheduler.waiting)
@@ -244,7 +241,7 @@ class Engine:
         return num_steps if num_steps < 2 else min(num_steps, self.runner.max_fused_steps(plan))
 
     def record_step_time(self, result: StepResult, seconds_since_previous: float) -> None:
-        """Update the mean time of a decode step, and what the speculator knows of it."""
+        """Update the mean time of a decode step, and the speculator's measurements."""
         if not (result.plan.decodes and result.num_steps):
             return
         seconds = (result.collected - result.device_began) / result.num_steps
@@ -255,27 +252,29 @@ class Engine:
             self.speculator.record_step(result.plan, seconds_since_previous)
 
     def expire(self, now: float) -> Iterator[Request]:
-        """End the requests whose time is up, with what they have; yields each."""
+        """End the requests that have reached their timeout; yields each."""
         for request in self.deadlines.due(now):
             self.results.end_all(request, "timeout")
             yield request
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; its pages are free before the next step is planned."""
+        """End a request now; its pages are free before the next step is scheduled."""
         request = self.requests.get(request_id)
         if request is not None:
             self.results.end_all(request, "abort")
         return request
 
     def drain(self) -> list[Request]:
-        """Process the results of all steps in flight; the requests that got tokens, or ended."""
+        """Process the results of all steps in flight; returns the requests that got tokens or
+        ended.
+        """
         changed: list[Request] = []
         while self.in_flight:
             changed += self.step(launches=False)
         return list(dict.fromkeys(changed))
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> list[Request]:
-        """See `Lifecycle.sleep`; the requests that still got tokens from the steps in flight."""
+        """See `Lifecycle.sleep`; returns the requests that got tokens from the steps in flight."""
         self.lifecycle.check_level(level)
         changed = self.drain()
         self.lifecycle.sleep(level, keep_pages)
@@ -293,7 +292,7 @@ class Engine:
             observer.close()
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; requests that run go on."""
+        """Empty the prefix cache; running requests continue."""
         for table in self.tables:
             table.clear()
 

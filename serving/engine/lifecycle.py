@@ -1,4 +1,4 @@
-"""Whether an engine serves: awake, asleep or closed; and how it starts over after a failed step."""
+"""Sleep, wake-up, weight replacement, recovery and shutdown of an engine."""
 
 import logging
 import os
@@ -18,10 +18,7 @@ PageIdentity = Callable[[], tuple[bytes, bytes]]  # of the weights that lie on d
 
 
 class Lifecycle:
-    """Frees and restores what an engine has on its device.
-
-    No step is in flight when it is called.
-    """
+    """Frees and restores an engine's device memory; no step may be in flight."""
 
     def __init__(
         self,
@@ -42,14 +39,14 @@ class Lifecycle:
         self.process = os.getpid()
 
     def check_serving(self) -> None:
-        """Refuse what would never be answered."""
+        """Refuse requests while the engine sleeps, has closed or was forked."""
         self.check_process()
         if self.is_asleep or self.is_closed:
             message = "is closed" if self.is_closed else "is asleep; wake_up() makes it serve again"
             raise NotServing("engine", message)
 
     def check_process(self) -> None:
-        """Refuse to serve in a fork, which has none of the threads: it would wait for ever."""
+        """Refuse to serve in a forked process, which has none of the engine's threads."""
         if self.is_forked:
             raise NotServing(
                 "engine",
@@ -63,8 +60,8 @@ class Lifecycle:
         return os.getpid() != self.process
 
     def recover(self, error: Exception, lost_plans: Iterable[StepPlan] = ()) -> Iterator[Request]:
-        """After a failed step: the requests of the lost plans end, the others start over on a fresh
-        device state.
+        """Allocate a new device state after a failed step; requests of the lost plans end, others
+        start over.
         """
         lost = dict.fromkeys(item.seq for plan in lost_plans for item in plan.items)
         self.runner.fail(error)
@@ -85,7 +82,7 @@ class Lifecycle:
             self.scheduler.preempt(seq)
 
     def forget_pages(self) -> None:
-        """The device's pages are lost."""
+        """Forget all pages on the device."""
         for table in self.tables:
             table.forget_device()
 
@@ -99,8 +96,8 @@ class Lifecycle:
     def sleep(self, level: int, keep_pages: bool) -> None:
         """Free the device's memory.
 
-        Weights go to host memory (level 1) or are read again (level 2). Requests wait, and their
-        tokens are computed again afterwards unless the pages are kept.
+        Weights go to host memory (level 1) or are loaded again later (level 2). Requests wait;
+        their tokens are recomputed unless the pages are kept.
         """
         if self.is_asleep:
             return
@@ -111,7 +108,7 @@ class Lifecycle:
         self.is_asleep = True
 
     def wake_up(self) -> None:
-        """Serve again, with the programs that were compiled before."""
+        """Restore weights and state; the compiled programs are still valid."""
         if not self.is_asleep:
             return
         reads_weights = self.runner.weights is None
@@ -124,9 +121,7 @@ class Lifecycle:
         self.is_asleep = False
 
     def replace_weights(self, identity: tuple[bytes, bytes]) -> None:
-        """Other weights serve from now on: forget all keys and values of the old ones, those on
-        their way too.
-        """
+        """Drop all KV pages of the old weights, in every tier."""
         self.loaded_identity = identity
         for seq in self.scheduler.waiting:
             seq.cache.load, seq.cache.prefetched = None, False

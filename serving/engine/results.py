@@ -1,4 +1,4 @@
-"""From a step's results to the sequences and requests that they belong to."""
+"""Distributes a step's results to sequences and requests."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +14,9 @@ from .step_result import SampledTokens, StepResult
 
 
 class ResultProcessor:
-    """Gives sequences their tokens, and ends them; a request leaves `requests` with its last
-    sequence.
+    """Appends sampled tokens to sequences and ends them.
+
+    `requests` holds the requests that have not ended.
     """
 
     def __init__(
@@ -27,9 +28,7 @@ class ResultProcessor:
         self.requests: dict[str, Request] = {}  # that have not ended, by id
 
     def process(self, result: StepResult) -> Iterator[Request]:
-        """Give each sequence its tokens, and end those that are done; yields the request of
-        each.
-        """
+        """Process the result of each sequence in a step; yields its request."""
         for output in result.outputs:
             item = output.item
             seq = item.seq
@@ -51,7 +50,7 @@ class ResultProcessor:
                     self.speculator.update(output)
 
     def push_all(self, result: StepResult, output: SampledTokens) -> None:
-        """Give a sequence the scores of its prompt, and its tokens up to the one that ends it."""
+        """Append a sequence's prompt scores and sampled tokens, up to the one that ends it."""
         item = output.item
         seq = item.seq
         for index, position in enumerate(item.scored_positions):
@@ -66,7 +65,7 @@ class ResultProcessor:
             self.push(seq, token, result.score(row) if seq.scored else None, result.collected)
 
     def push(self, seq: Sequence, token: int, score: Any, now: float) -> None:
-        """Give a sequence its next token, and end it with the last."""
+        """Append a token to a sequence, and end it if this was the last."""
         seq.tokens.append(token)
         reason = seq.request.push(seq.index, token, score, now)
         if seq.constraint is not None and reason != "stop":  # what ended it is not in its grammar
@@ -75,7 +74,7 @@ class ResultProcessor:
             self.end(seq, reason)
 
     def pool(self, result: StepResult, output: SampledTokens) -> None:
-        """Give a sequence's pool its hidden states; with the last one the request is done."""
+        """Add hidden states to a sequence's pool; with the last one the sequence ends."""
         item = output.item
         seq = item.seq
         positions = (
@@ -93,9 +92,9 @@ class ResultProcessor:
             self.end(seq, "stop")
 
     def fail(self, seq: Sequence, failure: int) -> None:
-        """End a sequence that has no next token.
+        """End a sequence whose next token could not be sampled.
 
-        Where its logits are broken, its pages leave the prefix cache.
+        If its logits were NaN, its pages leave the prefix cache.
         """
         if failure == BANNED:
             seq.request.completions[seq.index].stop_reason = NO_TOKEN_ALLOWED
@@ -104,7 +103,7 @@ class ResultProcessor:
         self.end(seq, "error")
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End one sequence, and its request with the last of them."""
+        """End one sequence, and with the last one its request."""
         self.scheduler.finish(seq, reason)
         if self.speculator is not None:
             self.speculator.remove(seq)

@@ -1,4 +1,4 @@
-"""Runs the scheduler's plans on the device: builds batches, launches steps, reads tokens back."""
+"""Runs step plans on the device: builds batches, launches compiled steps, reads sampled tokens."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -45,9 +45,7 @@ MEASURING = 1.0  # of all together in so many seconds, as far as it depends on t
 
 
 class DeviceLost(RuntimeError):
-    """Not even an empty state can be made: as after an illegal access on a GPU, where every later
-    call fails too.
-    """
+    """A fresh device state cannot be allocated, as after an illegal access on a GPU."""
 
 
 class Runner:
@@ -109,16 +107,13 @@ class Runner:
         self.homes: Any = None  # the shardings of weights and state, while the engine sleeps
 
     def tell(self, call: str, *values: Any) -> None:
-        """Send a call to the other processes, which make it too; it is sent before this process
-        makes it.
-        """
+        """Send a call to the other processes, which repeat it, before this process makes it."""
         if self.leader is not None:
             self.leader.send(call, *values)
 
     def fail(self, error: Exception) -> None:
-        """A step failed.
-
-        With several processes that is the end: what each of them holds may differ.
+        """End all processes after a failed step, since their states may differ; with one process do
+        nothing.
         """
         if self.leader is not None:
             self.leader.fail("a step failed in process 0")
@@ -130,7 +125,7 @@ class Runner:
             self.leader.close()
 
     def reset(self) -> None:
-        """Begin with a fresh device state: nothing that was computed is kept."""
+        """Replace the device state with an empty one."""
         self.tell("reset")
         self.state = None  # type: ignore[assignment] - there is no room for two
         try:
@@ -140,7 +135,7 @@ class Runner:
             raise DeviceLost(f"the device is lost: {reason}") from error
 
     def make_state(self) -> State:
-        """A state with no request in it; the host forgets what it knew of the one before."""
+        """Allocate an empty device state, and forget what the host knew of the old one."""
         self.batch_builder.forget()
         if self.expert_loads is not None:
             self.expert_loads.reset()
@@ -150,7 +145,7 @@ class Runner:
             )
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
-        """Compile every size, or read it from the compile cache; nothing is compiled after this."""
+        """Compile every step size, or load it from the cache; nothing is compiled after this."""
         plain_programs = {}
         skipping = {}
         draft_prefills = {}
@@ -228,10 +223,10 @@ class Runner:
         self.compiles.mark()
 
     def measure(self) -> None:
-        """How long a step of each size takes in which every row draws: the shortest of some runs,
-        in turns.
+        """Measure the time of a step of each size in which every token is sampled from.
 
-        A larger step may stand in for a smaller one, so none takes longer than one that holds more.
+        The fastest of some interleaved runs counts. A larger size can replace a smaller one, so no
+        size is slower than a larger one.
         """
         layouts = {
             size: layout
@@ -270,8 +265,8 @@ class Runner:
         return time.perf_counter() - began
 
     def seconds(self, rows: int, seqs: int, drafts: int = 0) -> float:
-        """What a step takes in which these rows of so many sequences all draw, and which drafts so
-        many tokens each.
+        """The measured time of a step with `rows` sampled tokens of `seqs` sequences, which then
+        drafts `drafts` tokens of each.
         """
         if not self.step_seconds:
             return 0.0
@@ -286,15 +281,13 @@ class Runner:
         return plain_seconds + drafts * draft_seconds
 
     def read_pages(self, group: int, pages: Seq[int]) -> np.ndarray:
-        """What a few pages of a cache group hold, a row of bytes each; it does not wait for the
-        steps in flight.
+        """Read pages of a cache group, one row of bytes each, without waiting for the steps in
+        flight.
         """
         return self.page_copier.read(self.state.by_page, group, pages)
 
     def place_block(self, group: int, block_NX: Any) -> Any:
-        """Rows that another engine read, put where this engine's devices can write them into
-        pages.
-        """
+        """Put page bytes of another engine where this engine's devices can copy them into pages."""
         return self.page_copier.place(group, block_NX)
 
     def read_expert_loads(self) -> dict[int, dict[str, list]]:
@@ -312,16 +305,14 @@ class Runner:
         return self.rebalancer.plan()
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
-        """Free the device's memory; what is kept goes to host memory."""
+        """Free the device's memory; what the level keeps goes to host memory."""
         self.tell("sleep", keep_weights, keep_pages)
         self.homes = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
         self.weights = to_host(self.weights, keep_weights)
         self.state = to_host(self.state, keep_pages)
 
     def wake_up(self) -> None:
-        """Bring weights and state back; weights that were dropped are read again, and dropped pages
-        are empty.
-        """
+        """Restore weights and state; dropped weights are loaded again, and dropped pages are empty."""
         self.tell("wake_up")
         weights, state = self.homes
         if self.weights is None:
@@ -339,7 +330,7 @@ class Runner:
             self.state = jax.tree.map(to_device, self.state, state)
 
     def launch(self, plan: StepPlan, moves: PageMoves) -> InFlightStep:
-        """Send the page copies and then the step to the device, and return at once."""
+        """Send the page copies and the step to the device, and return at once."""
         offloads = self.move(moves) if moves else []
         for item in plan.items:
             if item.is_first_step:
@@ -365,7 +356,7 @@ class Runner:
         return InFlightStep(plan, size, sampled, hidden_RD, offloads)
 
     def launch_fused(self, plan: StepPlan, offloads: list[Offload]) -> InFlightStep:
-        """Send several decode steps at once."""
+        """Send several decode steps as one program."""
         size = next(iter(self.batch_builder.layouts))
         builder = self.batch_builder
         buffers_SX, stops_BE = builder.build_fused(plan, self.max_fused)
@@ -377,17 +368,17 @@ class Runner:
         return InFlightStep(plan, size, sampled, hidden_SRD, offloads, num_steps)
 
     def max_fused_steps(self, plan: StepPlan) -> int:
-        """Maximum number of decode steps that the compiled programs can make of this plan."""
+        """Number of decode steps of this plan that the compiled program can fuse."""
         can_fuse = self.max_fused > 1 and plan.decodes and self.batch_builder.can_extend(plan)
         return self.max_fused if can_fuse else 1
 
     def adapter_write(self) -> Call:
-        """An adapter's matrices go into a slot."""
+        """The program that copies an adapter's matrices into a slot."""
         stacks = adapter.adapter_stacks(model_of(self.weights))
         return Call(write_adapter, (stacks, np.int32(0), jax.tree.map(one_of, stacks)))
 
     def load_adapter(self, slot: int, local_adapter: Adapter) -> None:
-        """Copy an adapter into a slot: steps under way end before."""
+        """Copy an adapter into a slot; steps in flight finish first."""
         weights = model_of(self.weights)
         matrices = (
             local_adapter.matrices if self.mesh is None else shard_adapter(local_adapter, self.mesh)
@@ -396,7 +387,7 @@ class Runner:
         self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 
     def settle(self) -> None:
-        """Read the experts' counters: no step is in flight, so it does not wait."""
+        """Read the experts' token counters; with no step in flight this does not wait."""
         if self.expert_loads is not None:
             self.expert_loads.settle(self.state)
 
@@ -414,7 +405,7 @@ class Runner:
         return sampled, hidden_RD
 
     def draft_prefill(self, size: Size, buffer: np.ndarray) -> None:
-        """The drafter computes rows that it has not followed."""
+        """Let the draft model compute tokens that it has skipped."""
         self.tell("draft_prefill", tuple(size), buffer)
         self.state = self.pipeline.run_draft_prefill(
             self.draft_prefills[size], self.weights, self.state, buffer
@@ -425,7 +416,7 @@ class Runner:
         return (self.plain.get(size) if is_plain else None) or self.compiled[size]
 
     def move(self, moves: PageMoves) -> list[Offload]:
-        """Start to copy pages. Over several hosts no page goes to host memory."""
+        """Start the page copies; over several hosts no page goes to host memory."""
         self.tell("copy", moves.copies, moves.saves, moves.loads)
         by_page, offloads = self.page_copier.move(self.state.by_page, moves)
         self.state = self.state_copier.move(
@@ -434,16 +425,16 @@ class Runner:
         return offloads
 
     def collect(self, step: InFlightStep) -> StepResult:
-        """Wait for a step, and for the page copies before it."""
+        """Wait for a step and for the page copies before it."""
         for pages in step.offloads:
             pages.arrive()
         return read_result(step)
 
     def assign(self, seq: Sequence, computed: int) -> None:
-        """Give a slot to a sequence: its sampling parameters, and a fresh row on the device where
-        it needs one.
+        """Set up a sequence's slot: its sampling parameters, and its state on the device where it
+        has any.
 
-        Tokens from the prefix cache never pass through a step, so the penalties count them here.
+        Cached prompt tokens never pass through a step, so the penalties count them here.
         """
         bias = bias_of(seq, self.vocab)
         self.biases[self.batch_builder.place(seq)] = bias
@@ -454,14 +445,12 @@ class Runner:
             )
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
-        """Write what a slot's sequence begins with into the device state."""
+        """Write a slot's initial sampling state to the device."""
         self.tell("reset_slot", slot, *jax.tree.leaves(row))
         self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(slot), row))
 
     def constrain(self, item: ScheduledSequence, constraint: Constraint) -> None:
-        """Let the next token, and the one after each draft, be one that the sequence's grammar
-        allows.
-        """
+        """Mask the logits at the next token and after each draft token by the sequence's grammar."""
         slot = self.batch_builder.place(item.seq)
         bias_V = self.biases.get(slot)
         for row, allowed_V in enumerate(
@@ -474,7 +463,7 @@ class Runner:
             self.set_bias(slot, row, closed_V)
 
     def set_bias(self, slot: int, row: int, bias_V: np.ndarray) -> None:
-        """Write what is added to the logits of one of a slot's rows into the device state."""
+        """Write the logit bias of one sampled token of a slot to the device."""
         self.tell("set_bias", slot, row, bias_V)
         slots = self.state.slots
         slots = slots.replace(
@@ -484,7 +473,7 @@ class Runner:
 
 
 def one_of(stack: jax.Array) -> jax.ShapeDtypeStruct:
-    """One of the arrays that are stacked, where they lie on the same devices."""
+    """The shape and sharding of one element of a stacked array."""
     sharding = None
     if isinstance(stack.sharding, NamedSharding):
         sharding = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
@@ -494,7 +483,7 @@ def one_of(stack: jax.Array) -> jax.ShapeDtypeStruct:
 def chunks(
     items_by_replica: Seq[Seq[ScheduledSequence]], max_rows: int
 ) -> Iterator[tuple[tuple[ScheduledSequence, ...], ...]]:
-    """The same rows, not more of a replica at a time."""
+    """Split scheduled sequences into plans of at most `max_rows` tokens per replica."""
     remaining = [list(replica_items) for replica_items in items_by_replica]
     while any(remaining):
         chunk = []

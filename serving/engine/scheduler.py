@@ -1,4 +1,4 @@
-"""Who is served when: pure Python over sequences and pages; it knows neither JAX nor the model."""
+"""Schedules sequences into steps, with pages and slots; pure Python, without JAX or the model."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: what every sequence that takes part computes."""
+    """The sequences of one step and what each computes."""
 
     # of each replica; an empty one computes nothing
     parts: tuple[tuple[ScheduledSequence, ...], ...]
@@ -71,12 +71,12 @@ class StepPlan:
 
     @property
     def decodes(self) -> bool:
-        """Every sequence brings a single row to each step, or one and its drafts."""
+        """Whether every sequence computes one token, or one and its draft tokens."""
         return all(item.num_tokens <= max(item.num_samples, 1) for item in self.items)
 
     @property
     def needs_host_sync(self) -> bool:
-        """The host drafts after its tokens: no step can be planned before they are known."""
+        """Whether the next step can only be scheduled once the host has this one's tokens."""
         return any(item.seq.draft.waits_for_host and item.num_samples for item in self.items)
 
 
@@ -84,17 +84,16 @@ POINT = 30.0  # seconds of waiting that make up for a point of priority
 
 
 def queue_priority(priority: int, arrival: float) -> float:
-    """A request's rank in the queue, the lowest first: a point of priority is worth POINT seconds
-    of waiting.
+    """The key by which waiting sequences are sorted, lowest first.
 
-    All ranks age alike, so the order of the waiting sequences never changes and nothing has to be
-    computed again.
+    A point of priority equals POINT seconds of waiting. All keys age alike, so the order of waiting
+    sequences never changes.
     """
     return arrival + POINT * priority
 
 
 class Scheduler:
-    """One waiting queue for all replicas, whose plans together are one step."""
+    """One waiting queue for all data-parallel replicas, whose plans together make up a step."""
 
     def __init__(self, tables: Seq[PageTable], shape: StepShape, num_stages: int = 1):
         self.shape, self.waiting = shape, WaitingQueue(len(tables))
@@ -111,18 +110,14 @@ class Scheduler:
         return bool(self.waiting) or any(replica.running for replica in self.replicas)
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue the sequences of a request: they have the same prompt, and so go to the same
-        replica.
-        """
+        """Queue the sequences of a request on one replica, since they share their prompt."""
         number = self.least_loaded_replica(sequences[0]) if len(self.replicas) > 1 else 0
         for seq in sequences:
             seq.replica = number
             self.waiting.enter(seq)
 
     def least_loaded_replica(self, seq: Sequence) -> int:
-        """The replica that has fewest tokens to compute until the sequence is done, without those
-        that are cached.
-        """
+        """The replica with the fewest tokens left to compute; cached prompt tokens do not count."""
         tokens = list(self.waiting.tokens_for)
         for number, replica in enumerate(self.replicas):
             match = replica.table.match(seq)
@@ -136,8 +131,8 @@ class Scheduler:
         return tokens.index(min(tokens))
 
     def schedule(self, drafts: bool = False) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now; `drafts`: sequences may have
-        some.
+        """Plan the next step; None if nothing can be computed now. `drafts`: sequences may have
+        draft tokens.
         """
         if len(self.replicas) > 1:
             self.rebalance_replicas()
@@ -150,8 +145,8 @@ class Scheduler:
         return StepPlan(items_by_replica, prefills if any(prefills) else ())
 
     def fuse_steps(self, plan: StepPlan, max_steps: int) -> StepPlan:
-        """The plan as at most `max_steps` decode steps of one launch; as it is where a sequence
-        waits for a slot.
+        """Repeat a decode plan in up to `max_steps` steps of one launch, unless a sequence waits
+        for a slot.
         """
         if max_steps < 2 or self.waiting:
             return plan
@@ -169,18 +164,18 @@ class Scheduler:
         return StepPlan((items,), steps=steps)
 
     def take_moves(self) -> PageMoves:
-        """What is to be copied before the next step, of all replicas."""
+        """Take the page copies of all replicas that must run before the next step."""
         moves = PageMoves()
         for replica in self.replicas:
             moves.add(replica.table.take_moves())
         return moves
 
     def take_adapters(self) -> list[tuple[int, Any]]:
-        """(slot, adapter) of those that are to be on the device before the next step."""
+        """Take the (slot, adapter) pairs that must be loaded before the next step."""
         return [load for replica in self.replicas for load in replica.adapters.take_loads()]
 
     def forget_adapters(self) -> None:
-        """The device holds none any more, and nobody runs."""
+        """Forget which adapters are loaded, since the device state is new."""
         for replica in self.replicas:
             replica.adapters.forget()
 
@@ -226,7 +221,7 @@ class Scheduler:
         self.replicas[seq.replica].preempt(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence, wherever it is; what is under way for it is computed in vain."""
+        """End a sequence in whatever state it is; results of a step in flight are discarded."""
         if seq.finish_reason is not None:
             return
         seq.finish_reason = reason
@@ -243,7 +238,7 @@ class Scheduler:
         self.waiting.leave(seq)
 
     def check(self) -> None:
-        """Prove that pages and slots add up."""
+        """Assert that pages and slots are accounted for."""
         for replica in self.replicas:
             replica.check()
         assert all(seq.slot < 0 and not seq.cache.pages for seq in self.waiting), (
@@ -252,11 +247,12 @@ class Scheduler:
 
 
 class ReplicaScheduler:
-    """One replica: its slots and pages, the sequences that have them, and its part of each step.
+    """The slots, pages and running sequences of one replica.
 
-    The first in the queue goes first; decodes before prompts; the highest rank is preempted when
-    pages run out. Where a pipeline has several stages, as many steps are under way, and those who
-    decode share them evenly: what a step draws is known before their next.
+    Waiting sequences are admitted in the order of the queue, and decodes come before prefills. When
+    pages run out, the sequence with the highest rank is preempted. With several pipeline stages as
+    many steps are in flight, over which decoding sequences are spread evenly, since a sequence's
+    next step needs its sampled token.
     """
 
     def __init__(self, table: PageTable, shape: StepShape, num_stages: int, waiting: WaitingQueue):
@@ -279,13 +275,13 @@ class ReplicaScheduler:
 
     @property
     def decodes(self) -> bool:
-        """Nobody catches up, or could begin to: the next step has room for drafts."""
+        """Whether all running sequences decode and none can be admitted, so that draft tokens fit."""
         has_waiting = self.free_slots and self.waiting.count_for[self.table.replica]
         return not has_waiting and all(seq.missing <= 1 for seq in self.running)
 
     def schedule(self, decodes: bool = False) -> tuple[ScheduledSequence, ...]:
-        """This replica's part of the next step; where all only decode, each row of a step may
-        draw.
+        """Plan this replica's part of a step; if all replicas decode, every token may be sampled
+        from.
         """
         self.rows = self.shape.max_tokens
         self.samples = self.shape.max_samples
@@ -341,8 +337,8 @@ class ReplicaScheduler:
         return tuple(items.values())
 
     def max_fused_steps(self, items: Seq[ScheduledSequence]) -> int:
-        """Decode steps, the planned one included, before a sequence needs the host: for a page, a
-        draft or its end.
+        """Number of decode steps until a sequence needs the host: for a page, a draft token, or its
+        end.
         """
         if len(items) < len(self.running):
             return 1  # the others need the tokens of a step in flight
@@ -361,8 +357,8 @@ class ReplicaScheduler:
         return max_steps
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence is for this replica, its adapter has room, and its pages have
-        come from disk.
+        """Whether a waiting sequence belongs to this replica, its adapter fits and its prefix is
+        loaded.
         """
         return (
             seq.replica == self.table.replica
@@ -371,9 +367,7 @@ class ReplicaScheduler:
         )
 
     def admit(self, seq: Sequence) -> bool:
-        """Give a slot to a sequence that can catch up: one that cannot would hold pages and not
-        finish.
-        """
+        """Give a slot to a waiting sequence, if pages for all of its tokens can be had."""
         if self.shape.whole_prompts and seq.num_tokens > self.rows:
             return False
         state = (
@@ -399,8 +393,8 @@ class ReplicaScheduler:
     def take(
         self, seq: Sequence, missing: int, items: dict[Sequence, ScheduledSequence]
     ) -> ScheduledSequence | None:
-        """Rows for one sequence, as many as the step and the pages allow; others may be preempted
-        for it.
+        """Schedule as many of a sequence's tokens as the step and the pages allow; others may be
+        preempted.
         """
         start = seq.num_computed
         count = self.table.tokens_to_snapshot(seq, start, min(missing, self.rows))
@@ -465,7 +459,7 @@ class ReplicaScheduler:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take everything back from a sequence; its tokens so far are computed again later."""
+        """Release a running sequence and queue it again; its tokens are recomputed later."""
         self.release(seq)
         seq.num_computed, seq.cache.prefetched = 0, False
         seq.num_preemptions += 1
@@ -473,7 +467,7 @@ class ReplicaScheduler:
         self.waiting.add(seq)
 
     def release(self, seq: Sequence) -> None:
-        """Take back the slot and the pages of a sequence."""
+        """Free the slot and the pages of a sequence."""
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
         self.adapters.give_back(seq)
@@ -483,7 +477,7 @@ class ReplicaScheduler:
         self.table.release(seq)
 
     def check(self) -> None:
-        """Prove that pages and slots add up."""
+        """Assert that pages and slots are accounted for."""
         self.table.check(self.running)
         self.adapters.check(self.running)
         slots = [seq.slot for seq in self.running] + self.free_slots

@@ -1,4 +1,4 @@
-"""What the device keeps of a sequence beside its batch, from when it gets a slot."""
+"""The initial sampling state of a slot."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from ..request.sequence import Sequence
 
 
 def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | None) -> SlotState:
-    """The state of its slot, where the first `computed` tokens never pass through a step."""
+    """The state of a slot whose first `computed` tokens come from the prefix cache."""
     stop = np.zeros(vocab, bool)
     prompt = np.zeros(vocab, bool)
     stop[[token for token in seq.stop_ids if token < vocab]] = True

@@ -1,4 +1,4 @@
-"""The state of an engine at a moment, for metrics, the live page and the server."""
+"""Snapshots of an engine's state for metrics, the live page and the server."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,7 @@ OWNED = 3
 
 
 class PageCounts(NamedTuple):
-    """The pages of one cache group of one replica, but for the dummy."""
+    """Page counts of one cache group of a replica, without the dummy page."""
 
     replica: int
     window: int | None
@@ -32,7 +32,7 @@ class PageCounts(NamedTuple):
 
 
 class ExpertUse(NamedTuple):
-    """How evenly tokens fall on the experts; the skews by layer, of late, against the mean."""
+    """How evenly tokens are distributed over experts; recent skew by layer, as a ratio to the mean."""
 
     tokens: int  # that experts got, in all layers
     skew: dict[int, float]  # of the busiest expert
@@ -41,7 +41,7 @@ class ExpertUse(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """What was drafted for answers, and what of it they took over."""
+    """Verified and accepted draft tokens since the start."""
 
     proposals: int  # steps and sequences with drafts
     drafts: int  # tokens
@@ -50,7 +50,7 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Lengths and flags of an engine."""
+    """Queue lengths, page counts and flags of an engine."""
 
     now: float
     asleep: bool
@@ -74,7 +74,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """The requests that have slots and pages; true until the next step."""
+    """The requests that have slots and pages; valid until the next step."""
 
     running: dict[Request, list[Sequence]]  # with those of its sequences that have slots
     waiting: list[Request]  # the first in the queue of those that have none
@@ -83,7 +83,7 @@ class Occupancy:
 
 
 def owners_of(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
-    """By page: BLANK, CACHED, SHARED, or the code of the request that has it."""
+    """The owner of each page: BLANK, CACHED, SHARED, or the code of a request."""
     owner_codes = np.full(pool.num_pages, BLANK, np.int32)
     owner_codes[list(pool.cached)] = CACHED
     pages = np.fromiter(chain.from_iterable(table for _, table in owned), np.int64)
@@ -93,7 +93,7 @@ def owners_of(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
-    """The engine's state in numbers. Any thread may call it: nothing waits for the engine."""
+    """Take a snapshot, from any thread and without waiting for the engine."""
     tables, runner, experts = engine.tables, engine.runner, engine.runner.expert_loads
     counts = None if engine.speculator is None else engine.speculator.counts
     pages = (
@@ -129,9 +129,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 
 def take_occupancy(engine: Engine, listed: int) -> Occupancy:
-    """Slots and pages by request, and the first `listed` waiting requests.
-
-    Only the engine's thread may call it.
+    """Slots and pages by request, and the first `listed` waiting requests; in the engine's thread
+    only.
     """
     running: dict[Request, list[Sequence]] = {}
     for seq in engine.scheduler.running:

@@ -1,4 +1,4 @@
-"""What the engine tells its observers of each step."""
+"""The record of a step that the engine passes to its observers."""
 
 from typing import NamedTuple
 
@@ -26,11 +26,11 @@ class StepRecord(NamedTuple):
 
 
 class Observer:
-    """Gets the record of every step, in the engine's thread; one of `Engine.observers`."""
+    """Receives the record of every step, in the engine's thread; one of `Engine.observers`."""
 
     def observe(self, record: StepRecord) -> None:
-        """A step is over."""
+        """Handle the record of a step."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """The engine is closed: nothing more comes."""
+        """Handle the engine's shutdown."""

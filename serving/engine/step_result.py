@@ -1,4 +1,4 @@
-"""A step in flight, and what comes out of it."""
+"""A step in flight and its results."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -59,7 +59,7 @@ class SampledTokens(NamedTuple):  # hundreds are made a step
 
 
 class StepResult(NamedTuple):
-    """What came out of a step."""
+    """The results of a step."""
 
     step: InFlightStep
     outputs: list[SampledTokens]
@@ -77,11 +77,11 @@ class StepResult(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Decode steps that ran, of a fused plan."""
+        """Number of decode steps that ran, of a fused plan."""
         return len(self.outputs[0].tokens) if self.plan.steps > 1 else 1
 
     def score(self, row: int) -> Score:
-        """The log-probabilities of one row."""
+        """The log-probabilities of one sampled or scored token."""
         s = self.sampled
         token = int(s.tokens_R[row])
         logprob = float(s.logprobs_R[row])
@@ -136,8 +136,8 @@ def read_result(step: InFlightStep) -> StepResult:
 def read_output(
     item: ScheduledSequence, row: int, tokens_R: list[int], proposals: list[int] | None
 ) -> tuple[SampledTokens, int]:
-    """(the tokens of a sequence with scored rows or draft tokens, whose rows begin at `row`; the
-    row after them).
+    """(the output of a sequence with scored or draft tokens, whose rows begin at `row`; the next
+    row).
     """
     first = row + len(item.scored_positions)
     end = row + len(item.scored_positions) + item.num_samples

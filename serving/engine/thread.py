@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, which runs other threads' jobs between two steps."""
+"""Runs the engine in a thread of its own, with jobs of other threads between steps."""
 
 import logging
 import threading
@@ -15,11 +15,11 @@ log = logging.getLogger("quire")
 
 
 class EngineFailed(RuntimeError):
-    """The engine has stopped or hangs; the request is not at fault."""
+    """The engine has stopped or hangs; the request is not the cause."""
 
 
 class EngineThread:
-    """Only this thread touches the engine; other threads leave it jobs."""
+    """The only thread that uses the engine; other threads submit jobs."""
 
     def __init__(self, engine: Engine):
         self.engine, self.clock = engine, engine.clock
@@ -37,13 +37,13 @@ class EngineThread:
         self.thread.start()
 
     def submit(self, job: Callable[[], Any]) -> Future:
-        """Run a job between two steps."""
+        """Run a job between two steps; returns its future."""
         future: Future = Future()
         self.post(job, future)
         return future
 
     def post(self, job: Callable[[], Any], future: Future | None = None) -> None:
-        """Run a job between two steps; whoever does not need its result gives no future."""
+        """Run a job between two steps; `future` may be left out."""
         self.engine.lifecycle.check_process()
         with self.wake:
             if self.closed:
@@ -52,7 +52,7 @@ class EngineThread:
             self.wake.notify()
 
     def close(self) -> None:
-        """Stop the thread; requests under way end."""
+        """Stop the thread; running requests end."""
         if self.engine.lifecycle.is_forked:
             return
         with self.wake:
@@ -62,12 +62,12 @@ class EngineThread:
             self.thread.join()
 
     def close_at_exit(self) -> None:
-        """The same where nobody may wait for a step that never ends."""
+        """Close at process exit, without waiting for a step that may hang."""
         if self.failure is None:
             self.close()
 
     def stalled(self) -> float:
-        """Seconds since the step or the job under way began."""
+        """Seconds since the current step or job began."""
         since = self.busy_since
         return 0.0 if since is None else self.clock() - since
 
@@ -77,9 +77,8 @@ class EngineThread:
             return bool(self.outbox.listeners) or any(future is not None for _, future in self.jobs)
 
     def give_up(self, error: Exception) -> None:
-        """Answer everybody who waits with an error: the step under way may never end.
-
-        From any thread but this one.
+        """End everything that waits with an error, since the step may never return; from another
+        thread.
         """
         with self.wake:
             waited = [future for _, future in self.jobs if future is not None]
@@ -90,7 +89,7 @@ class EngineThread:
         self.outbox.give_up(error)
 
     def fail(self, error: Exception) -> None:
-        """The engine has failed, and its thread may hang in a step."""
+        """Mark the engine as failed."""
         self.failure = error
         with self.wake:
             self.closed = True
@@ -98,7 +97,7 @@ class EngineThread:
         self.give_up(EngineFailed("the engine has stopped"))
 
     def run(self) -> None:
-        """Serve until closed. Whatever ends it, everybody who waits gets an answer."""
+        """Serve until closed; everything that waits gets an answer in any case."""
         try:
             self.serve()
         except BaseException as error:
@@ -120,7 +119,7 @@ class EngineThread:
                 log.exception("the engine could not be closed")
 
     def serve(self) -> None:
-        """Run the jobs, then a step, while there is either."""
+        """Run jobs, then a step, while there is either."""
         engine = self.engine
         outbox = self.outbox
         while True:
@@ -148,7 +147,7 @@ class EngineThread:
 
 
 def run(job: Callable[[], Any], future: Future | None) -> None:
-    """Run a job and hand over its result; a job whose caller has cancelled it is not begun."""
+    """Run a job and set its future; a cancelled job is skipped."""
     if future is None:
         job()
     elif future.set_running_or_notify_cancel():

@@ -1,14 +1,14 @@
-"""Threads that use one engine take turns."""
+"""A fair lock for threads that share an engine."""
 
 from collections import deque
 from threading import Lock
 
 
 class Turns:
-    """One thread at a time, in the order in which they asked: `with turns: engine.step()`.
+    """A first-in-first-out lock: `with turns: engine.step()`.
 
-    A thread that gives up a plain lock mostly gets it again at once, and one that waits for its
-    turn after a step would wait until the other has no more steps to make.
+    A plain lock is mostly reacquired by the thread that has just released it, so another thread
+    would wait until the first has no more steps.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The sequences that wait to be served, and whose turn it is."""
+"""The queue of waiting sequences, with fair shares among tenants."""
 
 import bisect
 from collections import Counter
@@ -10,12 +10,11 @@ OUTPUT = 128  # tokens that a sequence counts for beside those that it lacks: it
 
 
 class WaitingQueue:
-    """By rank among the sequences of one tenant; among tenants, the one that was served least goes
-    first.
+    """Sorted by rank within a tenant; the tenant that was served least is next.
 
-    What a tenant was served is counted in tokens of steps. A tenant that comes, or returns, starts
-    at the minimum of those who are there: idling earns no credit. The queue also knows how much
-    waits for each replica.
+    Service is counted in scheduled tokens. A tenant that arrives, or returns, starts at the minimum
+    of those present, so that idling earns no credit. The queue also counts how much waits for each
+    replica.
     """
 
     def __init__(self, replicas: int = 1):
@@ -27,7 +26,7 @@ class WaitingQueue:
         self.count_for = [0] * replicas
 
     def enter(self, seq: Sequence) -> None:
-        """Add a sequence that is new."""
+        """Add a new sequence."""
         if seq.tenant not in self.present:
             least = min((self.served[tenant] for tenant in self.present), default=0)
             # of those who left, only who had more is remembered
@@ -42,13 +41,13 @@ class WaitingQueue:
         self.add(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Add a sequence that is new, or was preempted."""
+        """Add a sequence that is new or was preempted."""
         bisect.insort(self.waiting.setdefault(seq.tenant, []), seq, key=lambda seq: seq.rank)
         self.tokens[seq] = seq.num_tokens + OUTPUT
         self.count(seq, 1)
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence that got a slot, or ended."""
+        """Remove a sequence that was admitted or ended."""
         self.waiting[seq.tenant].remove(seq)
         if not self.waiting[seq.tenant]:
             del self.waiting[seq.tenant]
@@ -60,13 +59,13 @@ class WaitingQueue:
         self.tokens_for[seq.replica] += sign * self.tokens[seq]
 
     def send(self, seq: Sequence, replica: int) -> None:
-        """Let a sequence wait for another replica."""
+        """Move a sequence to another replica."""
         self.count(seq, -1)
         seq.replica, seq.cache.prefetched = replica, False
         self.count(seq, 1)
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence has ended."""
+        """Forget a sequence that has ended."""
         self.present[seq.tenant] -= 1
         if not self.present[seq.tenant]:
             del self.present[seq.tenant]
@@ -75,15 +74,15 @@ class WaitingQueue:
 
     @property
     def shared(self) -> bool:
-        """Whether there is more than one tenant, so that it matters who was served how much."""
+        """Whether there is more than one tenant."""
         return len(self.present) > 1
 
     def serve(self, seq: Sequence, tokens: int) -> None:
-        """Count what a sequence's tenant gets in a step."""
+        """Count tokens that were scheduled for a sequence's tenant."""
         self.served[seq.tenant] += tokens
 
     def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
-        """Whose turn it is, of those who are ready."""
+        """The next of the sequences that are ready."""
         for tenant in sorted(
             self.waiting, key=lambda tenant: (self.served[tenant], self.waiting[tenant][0].rank)
         ):

@@ -1,4 +1,4 @@
-"""A token stream under generation, as the scheduler and the page table see it."""
+"""A sequence being generated, as the scheduler and the page table see it."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
@@ -127,17 +127,17 @@ class Sequence:
 
     @property
     def sure(self) -> int:
-        """Of `num_computed`, what no draft can take back."""
+        """Computed tokens that no rejected draft can take back."""
         return min(self.num_computed, len(self.tokens))
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether cached pages may be used: not if the scores of all prompt tokens are needed."""
+        """Whether cached pages may be used, which scores of all prompt tokens rule out."""
         return self.prompt_scores is None
 
     @property
     def missing(self) -> int:
-        """Tokens that the next step should compute; 0 when there is nothing to do but wait."""
+        """Number of tokens to compute in the next step; 0 while the sequence must wait."""
         num_tokens = len(self.tokens) + self.pending
         if num_tokens - self.num_prompt >= self.max_tokens or (
             self.pending and self.needs_host_sync

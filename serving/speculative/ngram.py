@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the last time that the latest tokens occurred."""
+"""The method `ngram`: draft what followed the last occurrence of the latest tokens."""
 
 from ..request.sequence import Sequence
 from .config import SpeculativeConfig
@@ -37,8 +37,8 @@ class NgramIndex:
         self.followed: dict[tuple[int, ...], int] = {}
 
     def after(self, tokens: list[int], max_tokens: int) -> list[int]:
-        """So many tokens as followed the latest ones before; what reaches the end of the text
-        repeats.
+        """The tokens after the last occurrence of the longest matching suffix; past the end they
+        repeat.
         """
         for end in range(max(self.known, 1), len(tokens)):
             for length in self.lengths:

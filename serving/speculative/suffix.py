@@ -1,6 +1,4 @@
-"""Drafts from this text and from answers given before: what most often followed where the text was
-longest the same.
-"""
+"""The method `suffix`: draft by a vote over running texts and recent answers."""
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
@@ -22,7 +20,7 @@ class Places:
         self.ends: dict[tuple[int, ...], deque[tuple[int, int]]] = {}
 
     def add(self, number: int, text: list[int], num_known: int) -> None:
-        """Each place of a text from `known` on that something follows, or will."""
+        """Index the positions of a text from `num_known` on."""
         self.texts[number] = text
         for end in range(max(num_known, KEY), len(text)):
             places = self.ends.setdefault(tuple(text[end - KEY : end]), deque(maxlen=COMPARED))
@@ -40,9 +38,7 @@ class Places:
                 self.ends[key] = deque((place for place in places if place[0] != number), COMPARED)
 
     def alike(self, tokens: list[int]) -> Iterator[tuple[int, list[int], int]]:
-        """(tokens in common before it, text, place) of the places that may be followed as `tokens`
-        will be.
-        """
+        """Yield (length of the common suffix, text, position) of candidates for a continuation."""
         for number, end in self.ends.get(tuple(tokens[-KEY:]), ()):
             text = self.texts[number]
             count = KEY
@@ -53,11 +49,10 @@ class Places:
 
 
 class SuffixDrafter:
-    """The places of a salt's texts: those that are being written, and the latest answers that are
-    done.
+    """Votes among the positions, in texts of the same cache salt, with the longest common suffix.
 
-    Texts with different salts know nothing of each other. Those places vote that have most tokens
-    in common with the text.
+    The texts are those of running sequences and the latest finished answers. Texts with different
+    salts are separate.
     """
 
     def __init__(self, max_texts: int):
@@ -93,7 +88,7 @@ class SuffixDrafter:
         return drafts
 
     def take(self, seq: Sequence) -> Places:
-        """The places that a sequence may look at, with what is new of its own text."""
+        """The index of a sequence's salt, updated with the sequence's new tokens."""
         places = self.places.setdefault(seq.cache.salt, Places())
         number, num_known = self.running.get(seq, (self.count, 0))
         self.count = max(self.count, number + 1)
@@ -102,7 +97,7 @@ class SuffixDrafter:
         return places
 
     def end(self, seq: Sequence) -> None:
-        """Its answer may be asked for again."""
+        """Keep a finished answer for later requests."""
         if seq not in self.running:
             return
         self.take(seq)

@@ -36,7 +36,9 @@ class Replay:
 
     @classmethod
     def of(cls, batch: Batch, positions_T, lengths_B, max_drafts: int) -> "Replay":
-        """`lengths_B` are the positions that the states of each slot hold."""
+        """Which draft tokens of the last step each sequence recomputes; `lengths_B` are the
+        positions that the slots' states cover.
+        """
         step_rows = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
         T = positions_T.shape[0]
         B = step_rows.slots_B.shape[0]
@@ -74,20 +76,20 @@ class Replay:
         )
 
     def whole(self, x_TX, draft_rows_BJX):
-        """The rows of both steps, sequence by sequence."""
+        """The inputs of replayed and new tokens, sequence by sequence."""
         J = draft_rows_BJX.shape[1]
         old_UX = draft_rows_BJX[self.slot_U, jnp.minimum(self.place_U, J - 1)].astype(x_TX.dtype)
         new_UX = x_TX[jnp.minimum(self.place_U, x_TX.shape[0] - 1)]
         return jnp.where(self.again_U.reshape(-1, *[1] * (x_TX.ndim - 1)), old_UX, new_UX)
 
     def keep(self, x_TX, draft_rows_BJX):
-        """With the rows of this step's drafts."""
+        """Store the inputs of this step's draft tokens."""
         row_BJ = self.drafts_B[:, None] + jnp.arange(draft_rows_BJX.shape[1])
         new_BJX = x_TX[jnp.minimum(row_BJ, x_TX.shape[0] - 1)].astype(draft_rows_BJX.dtype)
         return draft_rows_BJX.at[self.rows.slots_B].set(new_BJX, mode="drop")
 
     def recur(self, index: int, inputs, run, state):
-        """As `attend.recur_with`."""
+        """`LayerHooks.recur` of a step with draft tokens."""
         layer_state = state.recurrent[index]
         out_UX, new_state = run(
             jax.tree.map(self.whole, inputs, layer_state["drafted"]), layer_state, self.rows

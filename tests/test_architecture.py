@@ -47,7 +47,7 @@ ROOMS = """
     scripts/command scripts/sizes scripts/tables scripts/terminal scripts/options scripts/loading scripts/collect_env
     scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat scripts/run
     scripts/pull scripts/list scripts/rm scripts/run_batch scripts/plan scripts/serve scripts/bench
-    scripts/train_heads scripts/gpu
+    scripts/train_heads scripts/gpu scripts
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]

@@ -9,6 +9,7 @@ and the arrays of a batch follow from the declaration. Parameter `x` becomes the
 """
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import Enum
@@ -86,7 +87,8 @@ def declared(
 
 def documented(cls: type[T]) -> type[T]:
     """Append what each field does to the docstring of a class."""
-    cls.__doc__ = "\n".join([cls.__doc__ or "", "", *map(describe_option, fields(cls))])  # type: ignore[arg-type]
+    summary = inspect.cleandoc(cls.__doc__ or "")
+    cls.__doc__ = "\n".join([summary, "", *map(describe_option, fields(cls))])  # type: ignore[arg-type]
     return cls
 
 
@@ -247,9 +249,7 @@ def refuse(name: str, value: Any, reason: str) -> NoReturn:
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample the tokens of a request and when to stop; fields are checked at
-    construction.
-    """
+    """How to sample the tokens of a request and when to stop; checked at construction."""
 
     n: int = declared(
         1,

@@ -275,7 +275,7 @@ def takes_vllm_names(
 
     def decorate(cls: type[T]) -> type[T]:
         init = cls.__init__
-        known_fields = {field.name for field in fields(cast(Any, cls))}
+        known_fields = [field.name for field in fields(cast(Any, cls))]
 
         @functools.wraps(init)
         def checked(self, *args, **arguments):
@@ -284,7 +284,7 @@ def takes_vllm_names(
                 if arguments.keys() & table.keys()
                 else arguments
             )
-            for name in known_arguments.keys() - known_fields:
+            for name in known_arguments.keys() - set(known_fields):
                 hint = (
                     suggest_name(name, known_fields) or f"the fields are {', '.join(known_fields)}"
                 )

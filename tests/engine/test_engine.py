@@ -882,7 +882,7 @@ def test_pages_restored_from_host_and_disk_are_bit_identical(weights, engine, ho
 
 def test_paired_kv_pages_match_and_survive_offloading(weights, oracle, tmp_path, monkeypatch):
     """With keys and values in one array, as on TPUs, pages can be offloaded and restored too."""
-    monkeypatch.setattr(state_module, "pairs", lambda dtype: True)
+    monkeypatch.setattr(state_module, "uses_paired_pages", lambda dtype: True)
     engine = make_engine(weights)
     engine.runner.warm_up()
     assert all(

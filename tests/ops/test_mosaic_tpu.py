@@ -183,7 +183,7 @@ def test_unsupported_cases_raise_the_reason(name, monkeypatch):
 
 def test_chosen_implementations_on_a_tpu(monkeypatch):
     monkeypatch.setattr(tpu, "has_tpu", lambda: True)
-    monkeypatch.setattr(attention, "pairs", lambda dtype: True)
+    monkeypatch.setattr(attention, "uses_paired_pages", lambda dtype: True)
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     report = dict(collect_env.attention())
     for name in ("full", "window", "soft cap"):

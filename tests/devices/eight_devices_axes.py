@@ -402,7 +402,7 @@ def test_pipeline_stages_are_kept_busy(golden):
             [{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.in_flight]]
         )
         assert not any(
-            item.seq in {scheduled.seq for scheduled in x.plan.items if scheduled.draws}
+            item.seq in {scheduled.seq for scheduled in x.plan.items if scheduled.num_samples}
             for x in engine.in_flight
             for item in plan.items
         )

@@ -207,20 +207,25 @@ class StoredObjectsMachine(RuleBasedStateMachine):
             self.ids[key, kind].append(answer[1]["id"])
 
     def some_id(self, data: st.DataObject, key: str, expected_kind: str) -> tuple[str, bool]:
-        """An id for a request, mostly of the expected kind, and whether the key may use it."""
+        """An id for a request, mostly of the expected kind, and whether the key may use it.
+
+        What is drawn does not depend on the ids that exist, since these depend on the timing.
+        """
         picks_expected_kind = data.draw(st.integers(0, 3)) > 0
-        existing = [(owner, kind) for owner in KEYS for kind in KINDS if self.ids[owner, kind]]
-        if picks_expected_kind and self.ids[key, expected_kind]:
-            return data.draw(st.sampled_from(self.ids[key, expected_kind])), True
-        if existing and data.draw(st.booleans()):
-            owner, kind = data.draw(st.sampled_from(existing))
-            name = data.draw(st.sampled_from(self.ids[owner, kind]))
-            return name, (owner, kind) == (key, expected_kind) or name in self.ids[
-                key, expected_kind
-            ]
-        return data.draw(
+        picks_existing = data.draw(st.booleans())
+        owner = data.draw(st.sampled_from(KEYS))
+        kind = data.draw(st.sampled_from(KINDS))
+        number = data.draw(st.integers(0, 1000))
+        unknown = data.draw(
             st.sampled_from(["none", "resp_", "conv_0", "file-0", "batch_0", "a%00b", "²"])
-        ), False
+        )
+        own_ids = self.ids[key, expected_kind]
+        if picks_expected_kind and own_ids:
+            return own_ids[number % len(own_ids)], True
+        if picks_existing and (ids := self.ids[owner, kind]):
+            name = ids[number % len(ids)]
+            return name, (owner, kind) == (key, expected_kind) or name in own_ids
+        return unknown, False
 
     def page(self, data: st.DataObject, key: str, kind: str) -> str:
         """The query of a list request."""

@@ -83,7 +83,7 @@ def check_plan(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
         assert item.span == span_blocks(shape, jnp.asarray(last)), (
             "all rows of a tile have the same spans"
         )
-        items_by_tile.setdefault((item.row, item.part), []).append(item)
+        items_by_tile.setdefault((item.row, item.head_tile), []).append(item)
     rows = sorted(
         (row, of[0].count) for (row, part_id), of in items_by_tile.items() if part_id == 0
     )

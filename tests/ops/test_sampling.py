@@ -543,7 +543,7 @@ def test_branchless_sampling_has_no_sorts_or_control_flow(monkeypatch, is_plain)
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)
     _, state, inputs = all_options_case()
     logits_RV = jax.ShapeDtypeStruct((32, V), jnp.float32)
-    sample = partial(sampling.sample, plain=is_plain, implementation="branchless")
+    sample = partial(sampling.sample, temperature_only=is_plain, implementation="branchless")
     used_primitives = primitives(jax.make_jaxpr(sample)(logits_RV, state, inputs).jaxpr)
     assert (
         not used_primitives & {"sort", "top_k", "cond", "while", "scan"}

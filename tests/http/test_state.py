@@ -154,7 +154,7 @@ def test_restart_restores_all_stored_objects(tmp_path):
 def test_background_response_of_a_busy_server_fails_after_a_restart(tmp_path):
     """Another request in flight at shutdown does not make it `incomplete`."""
     with ThreadPoolExecutor(1) as pool, running_server(tmp_path) as (server, client):
-        server.script.step_seconds = 0.05
+        server.script.step_seconds = 0.5
         interrupted = client.responses.create(model="quill", input="count", background=True)
         pool.submit(client.completions.create, model="quill", prompt="live")
         until(lambda: len(server.engine.requests) == 2)

@@ -849,7 +849,7 @@ def test_kernel_is_chosen_on_a_gpu(launched_shapes):
     weights = jnp.ones((5, X))
     expert_ids = jnp.zeros((5, X), jnp.int32)
     assert (moe.mix(y, weights, expert_ids, E, random_experts(rng)) == 7 * X).all()
-    assert [(shape.parts, shape.experts, shape.weighed) for shape in launched_shapes] == [
+    assert [(shape.projections, shape.experts, shape.weighted) for shape in launched_shapes] == [
         (1, 1, False), (2, 1, False), (2, E, False), (1, E, True)
     ]  # fmt: skip
 

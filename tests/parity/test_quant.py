@@ -25,7 +25,7 @@ def test_mxfp4_weights_are_dequantised_like_transformers(num_inputs, output_shap
         *(torch.tensor(value) for value in stored_tensors.values()), dtype=torch.float32
     )
     node = jax.tree.map(
-        lambda source: jnp.asarray(source.parts[0].turn(stored_tensors[source.parts[0].name])),
+        lambda source: jnp.asarray(source.parts[0].transform(stored_tensors[source.parts[0].name])),
         packed_source("mxfp4", "x", E, num_inputs, *output_shape),
     )
     actual = np.stack([np.asarray(node[e], np.float32) for e in range(E)])

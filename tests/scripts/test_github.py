@@ -42,12 +42,18 @@ def test_workflows_call_existing_targets_and_commands(path):
             assert words[0] in COMMANDS, line
 
 
-def test_ci_tests_the_oldest_supported_python():
+def test_ci_runs_all_parts_of_a_check_with_the_oldest_supported_python():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
-    versions = workflow["jobs"]["linux"]["strategy"]["matrix"]["python"]
-    (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert versions[0] == oldest
     assert {True, "on"} & set(workflow), "YAML 1.1 reads `on` as a boolean"
+    job = workflow["jobs"]["check"]
+    (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert job["steps"][1]["with"]["python-version"] == oldest
+    parts = " ".join(job["strategy"]["matrix"]["part"])
+    assert {"lint", "check-clients", "check-parity", "real-small"} <= set(parts.split())
+    elsewhere = {"clients", "parity", "real", "support", "__pycache__"}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()} - elsewhere
+    assert set(re.findall(r"tests/(\w+)", parts)) - {"test_"} == folders
+    assert "tests/test_*.py" in parts
 
 
 @pytest.mark.parametrize("path", FORMS, ids=path_stem)

@@ -30,7 +30,11 @@ def random_adapters(rng, dtype: str, slots: int, stack: int | None = None):
     down = draw(rng, dtype, *leading_axes, D, R * len(ranges), scale=D**-0.5)
     up = draw(rng, dtype, *leading_axes, R, bounds[-1])
     return Adapted(
-        None, down, up, draw(rng, "float32", *leading_axes, bounds[-1], scale=0.1), output_ranges=ranges
+        None,
+        down,
+        up,
+        draw(rng, "float32", *leading_axes, bounds[-1], scale=0.1),
+        output_ranges=ranges,
     ), int(D)
 
 

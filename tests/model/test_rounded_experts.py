@@ -22,6 +22,7 @@ from quire.model.families.common import SourceTensor, linear
 from quire.model.planning import cost
 from quire.model.weights import abstract, moe_spec
 from quire.ops import native, quant
+from quire.ops.linear.cpu import PackedStack
 from quire.ops.moe import pick
 from quire.ops.moe.routing import RoutingRule, route
 from quire.ops.moe.xla import BLOCK
@@ -114,7 +115,7 @@ def test_quantized_experts_match_float64(name, kernels):
             for field in STACKED
         }
         assert all(
-            hasattr(stack.each, "tiles") and stack.each.tiles.shape[0] == E
+            hasattr(stack.node, "tiles") and stack.node.tiles.shape[0] == E
             for stack in packed.values()
         )
         weights = weights.replace(**packed)
@@ -194,7 +195,8 @@ def test_quantized_experts_change_the_logits_little(name, quantization, tmp_path
         for model_config in (config, replace(config, quant=None))
     )
     moes = [layer.moe for layer in rounded.layers if layer.moe is not None]
-    assert moes and all(hasattr(getattr(moe, field), "each") for moe in moes for field in STACKED)
+    experts = [getattr(moe, field) for moe in moes for field in STACKED]
+    assert experts and all(isinstance(node, Stack | PackedStack) for node in experts)
 
     def logits(weights, experts) -> np.ndarray:
         layers = (

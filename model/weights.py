@@ -18,8 +18,7 @@ from .matrix import matrix, norm
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 
-@struct.dataclass
-class MlpWeights:
+class MlpWeights(struct.PyTreeNode):
     up_DGF: Array  # G = 2: gate, then up; 1 where there is no gate
     down_FD: Array
     up_bias_GF: Array = None
@@ -27,8 +26,7 @@ class MlpWeights:
     gate_D1: Array = None
 
 
-@struct.dataclass
-class MoeWeights:
+class MoeWeights(struct.PyTreeNode):
     router_DE: Array
     up_EDGF: Array
     down_EFD: Array
@@ -45,15 +43,13 @@ class MoeWeights:
     slots_EC: Array = None  # and their slots
 
 
-@struct.dataclass
-class PerLayerWeights:
+class PerLayerWeights(struct.PyTreeNode):
     gate_DA: Array
     up_AD: Array
     norm_D: Array
 
 
-@struct.dataclass
-class LayerWeights:
+class LayerWeights(struct.PyTreeNode):
     attention: Any  # of the mixer
     mlp: Any = None  # MlpWeights
     moe: Any = None  # MoeWeights
@@ -65,15 +61,13 @@ class LayerWeights:
     scale: Array = None
 
 
-@struct.dataclass
-class DenseWeights:
+class DenseWeights(struct.PyTreeNode):
     matrix_DF: Array
     bias_F: Array = None
     norm_F: Array = None
 
 
-@struct.dataclass
-class ModelWeights:
+class ModelWeights(struct.PyTreeNode):
     embed_VD: Array
     layers: tuple[LayerWeights, ...]
     final_norm_D: Array

@@ -10,8 +10,7 @@ from ..sharding.device_axes import UNSPLIT, Axis
 from .ordered_sum import sum_pairs
 
 
-@struct.dataclass
-class LayerNorm:
+class LayerNorm(struct.PyTreeNode):
     """The weights of a layer norm. (The weights of an RMS norm are a single array, its scale.)"""
 
     scale_D: Any

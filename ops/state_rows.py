@@ -12,8 +12,7 @@ def sequence_for_row(starts_B1, token_N):
     return (starts_B1[None, 1:] <= token_N[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
-@struct.dataclass
-class StateRows:
+class StateRows(struct.PyTreeNode):
     """The sequences of a step: their tokens and the slots of their recurrent states.
 
     States are arrays whose first axis is the slot; a sequence continues from the state in its slot.

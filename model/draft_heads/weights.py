@@ -11,20 +11,17 @@ from ..weights import Array, LayerWeights, layer_spec
 from .heads import DraftHeads
 
 
-@struct.dataclass
-class Block:
+class Block(struct.PyTreeNode):
     weight_DE: Array  # E = D
     bias_E: Array = None
 
 
-@struct.dataclass
-class MedusaHead:
+class MedusaHead(struct.PyTreeNode):
     blocks: tuple[Block, ...]
     head_VD: Array = None  # None: the target's
 
 
-@struct.dataclass
-class DraftHeadsWeights:
+class DraftHeadsWeights(struct.PyTreeNode):
     """The weights of all kinds; those that a kind lacks are None or empty."""
 
     heads: tuple[MedusaHead, ...] = ()

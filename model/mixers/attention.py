@@ -26,8 +26,7 @@ Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 SHIFT_POSITIONS = 4096
 
 
-@struct.dataclass
-class AttentionWeights:
+class AttentionWeights(struct.PyTreeNode):
     qkv_DGH: Array  # output gates (if any), queries, keys, values (unless `kv_source`)
     out_NHD: Array
     qkv_bias_GH: Array = None

@@ -22,8 +22,7 @@ from . import LayerHooks
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 
-@struct.dataclass
-class DeltaNetWeights:
+class DeltaNetWeights(struct.PyTreeNode):
     in_DC: Array  # queries, keys, values, output gates
     gates_DGN: Array  # G = 2: correction strength beta, then decay
     conv_CW: Array  # over queries, keys and values

@@ -20,8 +20,7 @@ Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 EPSILON = 1e-6
 
 
-@struct.dataclass
-class IndexerWeights:
+class IndexerWeights(struct.PyTreeNode):
     q_up_AIH: Array  # from the same input as attention's queries
     key_DH: Array
     key_norm_H: Array

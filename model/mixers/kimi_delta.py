@@ -23,8 +23,7 @@ from .delta_net import normalize
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 
-@struct.dataclass
-class KimiDeltaWeights:
+class KimiDeltaWeights(struct.PyTreeNode):
     in_DC: Array  # queries, keys, values (convolved); low-rank decays and gates; beta
     conv_CW: Array
     decay_RNH: Array

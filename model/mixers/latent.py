@@ -19,8 +19,7 @@ from .indexer import IndexerWeights, indexer_spec, picks_of
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 
-@struct.dataclass
-class LatentWeights:
+class LatentWeights(struct.PyTreeNode):
     q_down_DA: Array  # None if queries are projected in one step
     q_norm_A: Array
     q_up_ANH: Array

@@ -21,8 +21,7 @@ from . import LayerHooks
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 
-@struct.dataclass
-class Mamba2Weights:
+class Mamba2Weights(struct.PyTreeNode):
     in_DC: Array  # output gates; values, keys, queries (convolved); time steps
     conv_CW: Array
     rate_N: Array  # logarithm of each head's decay rate

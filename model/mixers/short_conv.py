@@ -16,8 +16,7 @@ from . import LayerHooks
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 
-@struct.dataclass
-class ShortConvWeights:
+class ShortConvWeights(struct.PyTreeNode):
     in_DC: Array  # input gates, output gates, inputs
     conv_CW: Array
     out_CD: Array

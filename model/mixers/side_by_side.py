@@ -8,8 +8,7 @@ from ..config import ModelConfig, SideBySide
 from . import LayerHooks, attention, mamba2
 
 
-@struct.dataclass
-class SideBySideWeights:
+class SideBySideWeights(struct.PyTreeNode):
     attention: attention.AttentionWeights
     mamba: mamba2.Mamba2Weights
 

@@ -36,8 +36,7 @@ LEAST = 1e-8
 Arrays = dict[str, Any]  # by layer and leaf
 
 
-@struct.dataclass
-class TuningState:
+class TuningState(struct.PyTreeNode):
     """Factors of scales and norms, and Adam's moments."""
 
     factors: Arrays

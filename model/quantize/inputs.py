@@ -54,7 +54,6 @@ def input_sums(x_RI):
     return H, jnp.abs(x_RI).sum(0), jnp.abs(x_RI).max(0)
 
 
-@struct.dataclass
 class RecordedMatrix(Weight):
     """A matrix that reports its inputs."""
 
@@ -68,7 +67,6 @@ class RecordedMatrix(Weight):
         return Dense(self.array).einsum(subscripts, x, bias, dtype)
 
 
-@struct.dataclass
 class RecordedStack(Weight):
     """A stack of recorded matrices. Indices must be concrete: the layer runs without `jit`."""
 

@@ -16,8 +16,7 @@ from ..moe.xla import BLOCK, SortedBlocks
 IMPLEMENTATIONS = {"native": ".cpu", "xla": ".xla"}
 
 
-@struct.dataclass
-class AdapterRows:
+class AdapterRows(struct.PyTreeNode):
     """The tokens of a step, sorted by adapter slot and cut into blocks of one slot each.
 
     Tokens without an adapter are in no block. The arrays have room for the largest possible number
@@ -51,7 +50,6 @@ class AdapterRows:
         )
 
 
-@struct.dataclass
 class Adapted(Weight):
     """A weight with a stack of adapters, one for each slot.
 

@@ -17,8 +17,7 @@ IMPLEMENTATIONS = {
 }  # fmt: skip
 
 
-@struct.dataclass
-class KVPages:
+class KVPages(struct.PyTreeNode):
     """The KV cache of one layer, in one of these layouts.
 
     Separate arrays of keys and values; keys alone, if the values are the first dimensions of the
@@ -35,8 +34,7 @@ class KVPages:
     kv_PSYH: Any = None
 
 
-@struct.dataclass
-class QueryRows:
+class QueryRows(struct.PyTreeNode):
     """Maps the rows (tokens) of a step to sequences, and to the pages of one cache group."""
 
     positions_T: Any

@@ -21,8 +21,7 @@ from .xla import BLOCK, read
 TILE = 4  # rows that are computed at once
 
 
-@struct.dataclass
-class IndexQueries:
+class IndexQueries(struct.PyTreeNode):
     """The indexer's queries: a position's score is the sum over heads of weight * relu(q @ k).
 
     The indexer's keys are the last dimensions of the cached keys. Without queries, a layer uses the

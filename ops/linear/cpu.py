@@ -18,8 +18,7 @@ LANES = 16  # outputs of a block
 FUSED = {"silu": 1, "gelu_tanh": 2}  # the kernels' numbers of the activations that they can fuse
 
 
-@struct.dataclass(kw_only=True)
-class PackedWeight(Weight):
+class PackedWeight(Weight, kw_only=True):
     """Base class of the nodes: a weight in the layout of a native kernel.
 
     Args:
@@ -61,7 +60,6 @@ class PackedWeight(Weight):
         return x, None
 
 
-@struct.dataclass
 class TiledDense(PackedWeight):
     """A float32 or bfloat16 weight."""
 
@@ -77,7 +75,6 @@ class TiledDense(PackedWeight):
         return self.tiles[block, :, lane].reshape(index.shape[0], -1)[:, : math.prod(self.into)]
 
 
-@struct.dataclass
 class PackedStack(Weight):
     """A stack of matrices.
 

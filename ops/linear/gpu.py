@@ -18,7 +18,6 @@ from .weight import GpuMatrix, Weight, check_subscripts, plain
 PER_HEAD = r"(\w)(\w)(\w),\2(\w)\3->\1\2\4"
 
 
-@struct.dataclass
 class GpuWeight(Weight):
     """A weight whose products the GPU kernel computes; lookups and single matrices use XLA."""
 

@@ -9,8 +9,7 @@ from ...sharding import struct
 from ..activation import glu
 
 
-@struct.dataclass
-class RoundedRows:
+class RoundedRows(struct.PyTreeNode):
     """Rows together with their 8-bit quantised values, which some products take instead."""
 
     rows: Any  # [T, D]
@@ -67,7 +66,7 @@ class GpuMatrix(NamedTuple):
         return {"output_scale": self.scale.reshape(experts, projections, outputs)}
 
 
-class Weight:
+class Weight(struct.PyTreeNode):
     """A matrix, or a stack of matrices along its first axis, in place of an array.
 
     Quantised and packed nodes are subclasses, and so is `Dense`, in which `weight_of` wraps arrays,

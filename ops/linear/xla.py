@@ -4,12 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...sharding import struct
 from ..precision import precision
 from .weight import Weight
 
 
-@struct.dataclass
 class Dense(Weight):
     """An unquantised array as a weight."""
 

@@ -62,7 +62,6 @@ STORED = {
 }
 
 
-@struct.dataclass
 class Codebook(Rounded):
     """weight = table[code], except for the unquantised weights."""
 

@@ -36,8 +36,7 @@ class Scheme:
 Layout = dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
 
 
-@struct.dataclass(kw_only=True)
-class Rounded(Weight):
+class Rounded(Weight, kw_only=True):
     """A weight in a format that Quire can quantise to. A node of `ArraySpec`s describes the format,
     a node of arrays holds a weight.
 

@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu import has_product
 from ..linear.weight import Weight, check_subscripts
@@ -155,7 +154,6 @@ def round_in_stages(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarr
     return np.stack(codes)[:, : len(values)], approximation[: len(values)]
 
 
-@struct.dataclass
 class E8p(Rounded):
     """rotated(weight) = (point(code) + point(rest) / FINER) * scale."""
 
@@ -295,7 +293,6 @@ class E8p(Rounded):
         return tensors | rest_tensor | {".weight_scale": self.scale.reshape(-1)}
 
 
-@struct.dataclass
 class TiledE8p(TiledGroups):
     """Tiles for the native kernels of four or eight bits, with the points as integers."""
 

@@ -43,7 +43,6 @@ STORED = {
 }
 
 
-@struct.dataclass
 class Fp8(Rounded):
     """weight = codes * scale; the first len(into) axes of the codes are summed over.
 
@@ -144,7 +143,6 @@ class Fp8(Rounded):
         }
 
 
-@struct.dataclass
 class Fp8Blocks(Grouped):
     """FP8 with a scale for every 128 inputs of each output."""
 
@@ -163,7 +161,6 @@ class Fp8Blocks(Grouped):
         return {"codes": codes, "scale": scale.repeat(SIDE, 0)[: len(codes)]}
 
 
-@struct.dataclass
 class TiledFp8(TiledGroups):
     """Tiles for the native kernels with rounded activations, which bfloat16 holds exactly."""
 

@@ -91,7 +91,6 @@ def kernel(code: str, levels: bool) -> str:
     return CODES[code].kernel + ("_levels" if levels else "")
 
 
-@struct.dataclass
 class Grouped(Rounded):
     """weight = number(code) * scale - least."""
 
@@ -302,7 +301,6 @@ class Grouped(Rounded):
 SHARED = ("scale", "least", "super_scale", "super_least")  # group parameters
 
 
-@struct.dataclass
 class TiledGroups(PackedWeight):
     """Tiles for the native kernels, see formats.h in `ops/native`."""
 

@@ -64,7 +64,6 @@ def schemes(bits: int) -> dict[str, Scheme]:
 STORED = schemes(4)
 
 
-@struct.dataclass
 class Int4(Rounded):
     """weight = (code - zero) * scale; the codes are packed as in `four_bits.py`."""
 
@@ -216,7 +215,6 @@ class Int4(Rounded):
         return tensors
 
 
-@struct.dataclass
 class TiledInt4(PackedWeight):
     """Tiles for the native kernels, see formats.h in `ops/native`."""
 

@@ -51,7 +51,6 @@ STORED = {
 }
 
 
-@struct.dataclass
 class Int8(Rounded):
     """weight = codes * scale; the first len(into) axes of the codes are summed over."""
 
@@ -157,7 +156,6 @@ class Int8(Rounded):
         }
 
 
-@struct.dataclass
 class TiledInt8(PackedWeight):
     """Tiles for the native kernels: in groups of four inputs for int8 activations, of two for float
     activations.

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu import PackedWeight, has_product, row_options
 from ..linear.cpu_layout import by_block, pack_stack, tile_nibbles
@@ -30,7 +29,6 @@ METHOD = "mxfp4"
 MULTIPLE = BLOCK
 
 
-@struct.dataclass
 class Mxfp4Matrix(Grouped):
     """A single matrix in MXFP4."""
 
@@ -45,7 +43,6 @@ class Mxfp4Matrix(Grouped):
         return np.where(max_abs > 0, np.ldexp(np.float32(1), exponent), 1).astype(np.float32)
 
 
-@struct.dataclass
 class Mxfp4(Weight):
     """A stack [E, D, ...] of matrices, with codes packed as in `four_bits.py`."""
 
@@ -71,7 +68,6 @@ class Mxfp4(Weight):
         )
 
 
-@struct.dataclass
 class TiledMxfp4(PackedWeight):
     """Tiles of a matrix for the native kernels, see formats.h in `ops/native`."""
 

@@ -5,13 +5,11 @@ from typing import Any
 
 import jax
 
-from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu_layout import pack_stack
 from ..linear.weight import GpuMatrix, Weight
 
 
-@struct.dataclass
 class Stack(Weight):
     """A stack of quantised matrices. `stack[e]` is the node of one matrix, and reads no other."""
 

@@ -33,8 +33,7 @@ BROKEN = -1  # the raw logits are NaN, +inf or all -inf
 BANNED = -2  # no token is allowed
 
 
-@struct.dataclass
-class SlotState:
+class SlotState(struct.PyTreeNode):
     """State of sampling on the device between steps, with a slot for each running sequence."""
 
     bias_BJV: Array  # float32, added to the logits; -inf where a token is not allowed
@@ -45,8 +44,7 @@ class SlotState:
     logprob_token_ids_BL: Array
 
 
-@struct.dataclass
-class SamplingInputs:
+class SamplingInputs(struct.PyTreeNode):
     """The sampling parameters of each row."""
 
     slots_R: Array  # int32, the slot in SlotState
@@ -68,8 +66,7 @@ class SamplingInputs:
     wants_logprobs_R: Array  # bool
 
 
-@struct.dataclass
-class Sampled:
+class Sampled(struct.PyTreeNode):
     """The sampled tokens and log-probabilities.
 
     Log-probabilities are zero if a row does not return them or has no token. With

@@ -16,8 +16,7 @@ from .step_shape import StepShape
 STOPS = 8  # tokens of a sequence that end a series of steps early
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """The host's input of a step; the tokens of a sequence are adjacent, and padding comes last."""
 
     # below 0: the name of one that is still on the device, see `scheduler.encode_device_token`

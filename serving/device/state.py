@@ -22,8 +22,7 @@ OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may 
 HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """Donated to each step, which returns it.
 
     Each pipeline stage has its own pages; the last one has the rest.

@@ -15,10 +15,9 @@ flax_struct = pytest.importorskip("flax.struct")
 
 
 def define_classes(module):
-    """Defines the same classes with the decorators of `module`."""
+    """Defines the same classes with the base class of `module`."""
 
-    @module.dataclass
-    class Point:
+    class Point(module.PyTreeNode):
         x: Any
         name: str = module.field(pytree_node=False)
         y: Any = None
@@ -27,12 +26,10 @@ def define_classes(module):
         def moved(self):
             return self.replace(x=self.x + 1)
 
-    @module.dataclass(kw_only=True)
-    class Base:
+    class Base(module.PyTreeNode, kw_only=True):
         size: int = module.field(pytree_node=False)
         extra: Any = None
 
-    @module.dataclass
     class Inherits(Base):
         tiles: Any
 

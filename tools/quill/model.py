@@ -13,7 +13,6 @@ from quire.model.config import ModelConfig
 from quire.model.mixers import LayerHooks
 from quire.ops.linear.weight import Weight
 from quire.scripts.train_heads.attention import attention
-from quire.sharding import struct
 
 
 def init_lookback_heads(weights, config: ModelConfig):
@@ -69,7 +68,6 @@ bfloat16_dot.defvjp(
 )
 
 
-@struct.dataclass
 class Narrow(Weight):
     """A weight whose products run in bfloat16."""
 

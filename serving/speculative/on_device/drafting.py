@@ -102,8 +102,7 @@ class TargetStep:
         return rows
 
 
-@struct.dataclass
-class SpeculativeWeights:
+class SpeculativeWeights(struct.PyTreeNode):
     """The weights of the target and of its drafter (None: a part of the target's)."""
 
     model: Any

@@ -20,8 +20,7 @@ from ....sharding import struct
 from ...device.batch import Batch
 
 
-@struct.dataclass
-class Replay:
+class Replay(struct.PyTreeNode):
     """Letters beside the package's: U rows with those that are computed again, J drafts that a
     sequence may have.
     """

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from ...model.config import ModelConfig
@@ -29,7 +28,7 @@ class ExpertLoads:
         self.recent_LE = np.zeros(self.counted_LE.shape)
         self.since = 0  # steps since the last read
         self.config = config
-        self.arriving: jax.Array | None = None
+        self.arriving: Any = None  # counters on their way to the host
         self.program: Any = None
 
     def read(self, state: State) -> Call:

@@ -114,6 +114,6 @@ def stacks(w: MoeWeights) -> dict[str, Any]:
     return {name: getattr(w, name) for name in STACKS if getattr(w, name) is not None}
 
 
-def key_of(leaf: jax.Array) -> Any:
+def key_of(leaf: Any) -> Any:
     spec = leaf.sharding.spec
     return leaf.shape, leaf.dtype.name, (*spec, *[None] * (leaf.ndim - len(spec)))

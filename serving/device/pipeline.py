@@ -75,7 +75,7 @@ class Pipeline:
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(
-            make_state(self.config, self.kv_config, stage, *sizes, mesh) for stage, mesh in places
+            [make_state(self.config, self.kv_config, stage, *sizes, mesh) for stage, mesh in places]
         )
 
     def abstract_state(
@@ -85,8 +85,10 @@ class Pipeline:
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(
-            abstract_state(self.config, self.kv_config, stage, *sizes, mesh)
-            for stage, mesh in places
+            [
+                abstract_state(self.config, self.kv_config, stage, *sizes, mesh)
+                for stage, mesh in places
+            ]
         )
 
     def page_owners(self, group: int) -> list[list[int]]:
@@ -269,14 +271,13 @@ def stage_state(state: State, stage: Stage) -> State:
     )
 
 
-def join(states) -> State:
+def join(states: list[State]) -> State:
     """Combine the states of all stages; the last one has the slots."""
     pages = {}
     recurrent = {}
     snapshots = {}
-    last = None
-    for last in states:
-        pages |= last.pages
-        recurrent |= last.recurrent
-        snapshots |= last.snapshots
-    return last.replace(pages=pages, recurrent=recurrent, snapshots=snapshots)
+    for state in states:
+        pages |= state.pages
+        recurrent |= state.recurrent
+        snapshots |= state.snapshots
+    return states[-1].replace(pages=pages, recurrent=recurrent, snapshots=snapshots)

@@ -92,7 +92,8 @@ class Compiler:
     def __init__(self, folder: Path | None):
         self.folder, self.threads = folder, ThreadPoolExecutor()
         self.about = about_here() if folder else ""
-        self.device = jax.config.jax_default_device  # a setting of the thread
+        settings: Any = jax.config  # whose type lacks its settings
+        self.device = settings.jax_default_device  # of this thread
         self.made: list[tuple[Path, Program]] = []  # to be kept
         self.pause = ExitStack()
 
@@ -177,19 +178,16 @@ class Pauses:
 
 
 pauses = Pauses()
-elsewhere: set[Any] = (
-    set()
-)  # functions of which this process may have programs from JAX's own cache
+# functions of which this process may have programs from JAX's own cache
+elsewhere: set[Any] = set()
 
 
 def folder_of_programs() -> Path | None:
     """The folder of compiled programs, if Quire's own compile cache is in use; CPUs only."""
-    used = jax.config.jax_enable_compilation_cache or pauses.count
-    if (
-        jax.default_backend() != "cpu"
-        or not used
-        or jax.config.jax_compilation_cache_dir != str(home("jax"))
-    ):
+    settings: Any = jax.config  # whose type lacks its settings
+    is_cache_used = settings.jax_enable_compilation_cache or pauses.count
+    is_own_cache = settings.jax_compilation_cache_dir == str(home("jax"))
+    if jax.default_backend() != "cpu" or not is_cache_used or not is_own_cache:
         return None
     try:
         return native.build.private(home("programs"))

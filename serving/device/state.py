@@ -29,13 +29,12 @@ class State(struct.PyTreeNode):
     """
 
     pages: dict[int, KVPages]  # by the layer that owns them
-    slots: sampling.SlotState | None = None
-    # the token each slot drew last: the next step need not ask the host
-    last_tokens_B: jax.Array | None = None
-    drafts_KB: jax.Array | None = None  # what was drafted after it,
-    rejected_B: jax.Array | None = None  # and how many of the drafts before were not right
-    # tokens of each expert, by layer with experts; the counters wrap
-    loads_nLE: jax.Array | None = None
+    # The last stage alone has the other arrays; a leaf may be an array, its shape or its sharding.
+    slots: Any = None  # SlotState
+    last_tokens_B: Any = None  # the token each slot drew last: the next step need not ask the host
+    drafts_KB: Any = None  # the draft tokens after it
+    rejected_B: Any = None  # how many of the drafts before it were rejected
+    loads_nLE: Any = None  # tokens of each expert, by layer with experts; the counters wrap
     # by layer with a state: arrays by slot
     recurrent: dict[int, dict[str, Any]] = struct.field(default_factory=dict)
     snapshots: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # and by page
@@ -80,17 +79,17 @@ def state_places(state: State) -> State:
     if slots is not None:
         slots = slots.replace(logprob_token_ids_BL=P("data"))
     loads = None if state.loads_nLE is None else P(OF_ROWS)
-    held = (
+    last_tokens, drafts, rejected = (
         None if leaf is None else P(*[None] * (leaf.ndim - 1), "data") for leaf in held_of(state)
     )
     recurrent, snapshots = jax.tree.map(
         lambda leaf: P("data", "tensor") if leaf.ndim > 1 else P("data"),
         (state.recurrent, state.snapshots),
     )
-    return State(pages, slots, *held, loads, recurrent, snapshots)
+    return State(pages, slots, last_tokens, drafts, rejected, loads, recurrent, snapshots)
 
 
-def held_of(state: State) -> tuple[jax.Array | None, ...]:
+def held_of(state: State) -> tuple[Any, Any, Any]:
     """The state of each slot beside its sampling state."""
     return state.last_tokens_B, state.drafts_KB, state.rejected_B
 
@@ -100,7 +99,8 @@ def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tu
     a = config.layers[index].attention
     dtype = jnp.dtype(config.layer_kv_dtype(index))
     if len(a.cached) == 2 and uses_paired_pages(dtype):
-        return {"kv_PSYH": (page_size, 2 * a.kv_heads, a.head_dim)}
+        (heads, width), _ = a.cached
+        return {"kv_PSYH": (page_size, 2 * heads, width)}
     codes_per_byte = 2 if dtype == jnp.int4 else 1  # codes of a byte
     shapes = ((page_size, heads, width // codes_per_byte) for heads, width in a.cached)
     return dict(zip(("k_PSKH", "v_PSKH"), shapes, strict=False))

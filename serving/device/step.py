@@ -262,12 +262,12 @@ def split_state(
     mesh: Mesh,
 ) -> State:
     """Allocate an empty state over a mesh; compiled once, since recovery allocates another."""
-    local_configs = [local_config(whole_config, mesh) for whole_config in (config, paged)]
     words = -(-config.vocab_size // mesh.shape["tensor"])
 
     def part() -> State:
         return empty_state(
-            *local_configs,
+            local_config(config, mesh),
+            local_config(paged, mesh),
             stage,
             num_pages,
             page_size // mesh.shape["context"],

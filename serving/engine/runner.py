@@ -82,7 +82,7 @@ class Runner:
         snapshots = num_pages[-1] if len(num_pages) > len(config.windows) else 0
         self.state_copier = StateCopier(self.pipeline, shape.max_seqs, snapshots, devices.data.size)
         # as the caller of this chose it; reset() may be another thread's
-        self.device = jax.config.jax_default_device
+        self.device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
         # what the sequence in each slot adds to its logits
         self.biases: dict[int, np.ndarray | None] = {}

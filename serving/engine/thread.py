@@ -107,7 +107,8 @@ class EngineThread:
         finally:
             with self.wake:
                 self.closed = True
-            self.outbox.note([self.engine.abort(name) for name in list(self.engine.requests)])
+            aborted = [self.engine.abort(name) for name in list(self.engine.requests)]
+            self.outbox.note([request for request in aborted if request is not None])
             self.outbox.send()
             self.outbox.give_up(EngineFailed("the engine has stopped"))
             for _, future in self.jobs:

@@ -19,6 +19,7 @@ import numpy as np
 from ...model.text.tokenizer import Tokenizer
 from ...model.text.worker import WorkerProcess
 from ..api.errors import RequestError
+from ..api.outputs import FinishReason
 from ..api.structured import FIELD, ServersGrammar
 from .grammar_text import complete_grammar
 
@@ -87,7 +88,7 @@ class Constraint:
         self.matcher = self.origin.deep_copy()
         self.tokens: list[int] = []
 
-    def advance(self, token: int) -> str | None:
+    def advance(self, token: int) -> FinishReason | None:
         """Consume a sampled token; return the reason to finish, if there is one."""
         self.tokens.append(token)
         took = self.matcher.consume_token(token) and not self.matcher.is_error()

@@ -26,7 +26,7 @@ def define_classes(module):
         def moved(self):
             return self.replace(x=self.x + 1)
 
-    class Base(module.PyTreeNode, kw_only=True):
+    class Base(module.PyTreeNode, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]
         size: int = module.field(pytree_node=False)
         extra: Any = None
 

@@ -84,7 +84,7 @@ class TargetStep:
     tokens_T: Any
     hidden_TD: Any  # after the final norm
     features: dict[int, Any]  # outputs of `DeviceDrafter.feature_layers`
-    sampled: sampling.Sampled
+    sampled: Any  # sampling.Sampled; None in a prefill
     axes: DeviceAxes
     fetch_weights: Any  # see `LayerHooks`
 

@@ -155,9 +155,10 @@ def test_background_response_of_a_busy_server_fails_after_a_restart(tmp_path):
     """Another request in flight at shutdown does not make it `incomplete`."""
     with ThreadPoolExecutor(1) as pool, running_server(tmp_path) as (server, client):
         server.script.step_seconds = 0.1
-        text = "word " * 100  # it is echoed, token by token
+        text = "word " * 300  # it is echoed, token by token
         interrupted = client.responses.create(model="quill", input=text, background=True)
-        pool.submit(client.completions.create, model="quill", prompt=text, max_tokens=100)
+        messages = [{"role": "user", "content": text}]
+        pool.submit(client.chat.completions.create, model="quill", messages=messages)
         until(lambda: len(server.engine.requests) == 2)
     with running_server(tmp_path) as (server, client):
         assert client.responses.retrieve(interrupted.id).error.code == "server_error"

@@ -25,8 +25,11 @@ if not native.serves():
 
 @pytest.fixture
 def cache_home(monkeypatch, tmp_path):
-    """An empty weight cache that accepts small models; the kernels' cache stays in place."""
+    """An empty weight cache that accepts small models, on a disk however full; the kernels' cache
+    stays in place.
+    """
     monkeypatch.setattr(weight_cache, "SMALL", 0)
+    monkeypatch.setattr(cache_folder, "MIN_FREE_BYTES", 0)
     kernels = native.build.cache_folder()
     monkeypatch.setattr(native.build, "cache_folder", lambda: kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -54,13 +54,17 @@ double at<Pair>(const void* p, int64_t i) {
   return (static_cast<const Pair*>(p)[i / 2].codes >> i % 2 * 4 & 15) - 8;
 }
 
-// A 4-bit key before the Hadamard rotation.
+// A 4-bit key before the Hadamard rotation, which is its own inverse.
 std::vector<double> unrotated(const Pair* key, int64_t H) {
   std::vector<double> values(H);
   int64_t block = H & -H;
-  for (int64_t i = 0; i < H; ++i)
-    for (int64_t j = i / block * block; j < (i / block + 1) * block; ++j)
-      values[i] += at<Pair>(key, j) * (__builtin_popcountll(i & j & (block - 1)) % 2 ? -1 : 1) / std::sqrt(double(block));
+  for (int64_t i = 0; i < H; ++i) values[i] = at<Pair>(key, i) / std::sqrt(double(block));
+  for (int64_t step = 1; step < block; step *= 2)
+    for (int64_t i = 0; i < H; ++i)
+      if (!(i & step)) {
+        double left = values[i], right = values[i + step];
+        values[i] = left + right, values[i + step] = left - right;
+      }
   return values;
 }
 

@@ -293,6 +293,27 @@ def test_files_are_short_and_have_a_docstring():
     )
 
 
+def test_documented_arguments_are_parameters():
+    violations = []
+    for path in FILES + TOOLS:
+        for node in nodes(path):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            _, _, after = (ast.get_docstring(node) or "").partition("\nArgs:\n")
+            section = re.split(r"\n(?=\S)", after)[0]
+            names = {
+                name
+                for line in re.findall(r"^    ([*\w, ]+): ", section, re.MULTILINE)
+                for name in re.findall(r"\w+", line)
+            }
+            parameters = {item.arg for item in ast.walk(node.args) if isinstance(item, ast.arg)}
+            for name in sorted(names - parameters):
+                violations.append(
+                    f"{relative_path(path)}:{node.lineno}: {node.name} has no parameter {name}"
+                )
+    require_none(violations, "`Args:` in a docstring names parameters of the function:")
+
+
 def test_host_side_modules_import_no_jax():
     names = [
         module_name(path)

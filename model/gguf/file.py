@@ -75,8 +75,9 @@ def split_position(path: Path) -> tuple[int, int]:
 
 def part_path(path: Path, number: int) -> Path:
     """The path of part `number` of the split file that `path` is a part of."""
-    stem, _, count = SPLIT_NAME.fullmatch(path.name).groups()
-    return path.with_name(f"{stem}-{number:05}-of-{count}.gguf")
+    match = SPLIT_NAME.fullmatch(path.name)
+    assert match is not None
+    return path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf")
 
 
 def check_part(path: Path, gguf: GgufFile, number: int, count: int) -> None:
@@ -118,7 +119,7 @@ def read_part(path: Path) -> GgufFile:
         with open(path, "rb") as file:
             begin = file.read(max(POINTER, PROLOGUE_BYTES))
         check_prologue(path, begin)
-        return read_header(Header(path, memoryview(np.memmap(path, np.uint8, "r"))))
+        return read_header(Header(path, np.memmap(path, np.uint8, "r").data))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; the model's download may be incomplete") from None
     except OSError as error:
@@ -134,7 +135,7 @@ def check_prologue(path: Path, begin: bytes) -> None:
         raise ModelError(f"{path} is empty; the model's download may be incomplete")
     if not begin.startswith(MAGIC[: len(begin)]):
         raise ModelError(
-            f"{path} is no GGUF file: it begins with {begin[:4]!r} in split_position of {MAGIC!r}"
+            f"{path} is no GGUF file: it begins with {begin[:4]!r} instead of {MAGIC!r}"
         )
     if len(begin) < PROLOGUE_BYTES:
         raise ModelError(

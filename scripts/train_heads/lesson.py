@@ -80,13 +80,14 @@ def score_medusa(
     scores = []
     chain_BT = jnp.ones((B, T), bool)
     for c in range(min(places, heads.count)):
-        head = replace(heads, count=1), head_weights.replace(heads=head_weights.heads[c : c + 1])
+        head = replace(heads, count=1)
+        weights = head_weights.replace(heads=head_weights.heads[c : c + 1])
         target_TD = flat(shift(hidden_TD.reshape(B, T, -1), -1 - c))
         drafted_BT = draft_mask(batch, c)
         labels_BT = shift(batch.tokens, -2 - c)
 
-        def drafted(x_RD, head=head):
-            return draft_heads.medusa_logits(*head, target_weights, x_RD)[0]
+        def drafted(x_RD, head=head, weights=weights):
+            return draft_heads.medusa_logits(head, weights, target_weights, x_RD)[0]
 
         loss_T, is_right_T = compare(
             drafted, hidden_TD, target_TD, labels_BT, target_weights, config, head_weights.tokens_U
@@ -171,10 +172,10 @@ def compare(
     """(cross entropy with the target's distribution, whether the greedy draft is the label) by row.
 
     Args:
-        drafted: Computes draft logits from hidden states.
+        draft_logits: Computes draft logits from hidden states.
         x_TD: The draft heads' hidden states.
-        taught_TD: Hidden states from which the target model predicts the labels.
-        wanted_BT: The labels: the tokens in the answers.
+        target_TD: Hidden states from which the target model predicts the labels.
+        labels_BT: The labels: the tokens in the answers.
         target_weights: Weights of the target model.
         config: Its config.
         tokens_U: Token ids of the draft vocabulary, or None for the whole vocabulary.

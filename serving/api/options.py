@@ -57,7 +57,7 @@ def flag(
 
     Args:
         default_text: The default as a text, if it depends on other settings.
-        short: One-letter or short form of the flag.
+        short_name: One-letter or short form of the flag.
     """
     metadata = {
         "panel": panel,

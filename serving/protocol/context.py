@@ -26,7 +26,7 @@ class ClearTools:
 
     trigger: tuple[str, int] = ("input_tokens", 100_000)  # clears when the prompt is so long
     keep: int = 3  # newest results that stay
-    at_least: int = 0  # tokens, or nothing is clear_result
+    at_least: int = 0  # tokens; if less can be cleared, nothing is
     exclude: Sequence[str] = ()  # tools whose results stay
     inputs: bool | Sequence[str] = False  # clear the calls' arguments too, of all or of these tools
 

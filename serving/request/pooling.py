@@ -88,7 +88,7 @@ def prompt_prefix(embedder: Embedder, name: str | None, field: str = "prompt_nam
     """Return the embedder's prompt for the purpose `name`, or its default prompt.
 
     Args:
-        where: Name of the request field for error messages.
+        field: Name of the request field for error messages.
     """
     if name is None:
         name = embedder.default_prompt

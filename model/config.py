@@ -8,7 +8,7 @@ from typing import ClassVar
 from .classes import Classes
 from .errors import ModelError as ModelError
 from .indexer import Indexer
-from .recurrent import DeltaNet, KimiDelta, Mamba2, ShortConv
+from .recurrent import DeltaNet, KimiDelta, Mamba2, Recurrent, ShortConv
 from .stored_format import StoredFormat
 
 # The dtypes of the KV cache; None: the model's dtype.
@@ -184,7 +184,8 @@ class SideBySide:
         return replace(self, attention=self.attention.split(tensor), mamba=self.mamba.split(tensor))
 
 
-Mixer = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv | SideBySide
+StatefulMixer = DeltaNet | KimiDelta | Mamba2 | ShortConv | SideBySide
+Mixer = Attention | LatentAttention | StatefulMixer
 
 
 @dataclass(frozen=True)
@@ -391,7 +392,7 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
     if layer.moe is not None:
         check_moe(index, layer.moe)
     attention = layer.attention
-    if not attention.cached and not attention.both_ways:
+    if isinstance(attention, Recurrent):
         return
     if attention.heads % attention.kv_heads:
         raise ModelError(

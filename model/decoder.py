@@ -122,7 +122,8 @@ def run_layers(
     }
     factors = {
         temperature: query_scale(positions_T, temperature)
-        for temperature in {layer.attention.temperature for layer in config.layers} - {None}
+        for temperature in {layer.attention.temperature for layer in config.layers}
+        if temperature is not None
     }
 
     def run_layer(index: int, w: LayerWeights, rows: Residual, per_layer_TA, cache):
@@ -303,6 +304,7 @@ def feed_forward_block(
 
 def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config: ModelConfig):
     """Gemma 4: add this layer's per-layer embedding of the token, gated by the hidden state."""
+    assert layer.mlp is not None
     activation = ACTIVATIONS[layer.mlp.activation]
     gate_TA = activation(einsum("TD,DA->TA", x_TD, w.gate_DA)) * per_layer_TA
     return Residual(x_TD, einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D)

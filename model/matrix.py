@@ -16,7 +16,10 @@ def norm(size: int, axis: str | Interleaved | None = None) -> ArraySpec:
 
 
 def matrix(
-    config: ModelConfig, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str | None, ...]
+    config: ModelConfig,
+    into: tuple[int, ...],
+    out: tuple[int, ...],
+    axes: tuple[str | Interleaved | None, ...],
 ) -> Any:
     """A weight [*into, *out] in the model's format; products sum over `into`."""
     inputs = tuple(range(len(into)))

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..ops import quant
 from ..ops.quant.compressed import Rounded
 from ..sharding.mesh import AXES, shardings
-from .config import Layer, ModelConfig, ModelError
+from .config import Layer, ModelConfig, ModelError, StatefulMixer
 from .weights import ModelWeights, abstract, dense_specs
 
 SPLITS = {"tensor": "the heads, key-value heads and columns", "expert": "the experts"}
@@ -133,8 +133,8 @@ def check(
             f"experts in {unsplittable[0]} cannot be split by columns: use expert_parallel_size"
         )
     groups = () if config.stored is None else config.stored.groups
-    weight_formats = {config.quant, *(group.quant for group in groups)} - {None}
-    for name in sorted(weight_formats) if tensor > 1 else ():
+    weight_formats = {config.quant, *(group.quant for group in groups)}
+    for name in sorted(filter(None, weight_formats)) if tensor > 1 else ():
         if not quant.splits(name):
             alternatives = [name for name in quant.FORMATS if quant.splits(name)]
             raise ModelError(
@@ -171,10 +171,10 @@ def check(
 
 def splits(config: ModelConfig, **sizes: int) -> bool:
     """Whether every array can be sharded over mesh axes of these sizes."""
-    recurrent_mixers = [config.layers[index].attention for index in config.state_layers]
+    mixers = [layer.attention for layer in config.layers]
     if sizes.get("context", 1) > 1 and no_context_parallelism_reason(config):
         return False
-    if not all(a.divides(sizes.get("tensor", 1)) for a in recurrent_mixers):
+    if not all(a.divides(sizes.get("tensor", 1)) for a in mixers if isinstance(a, StatefulMixer)):
         return False
     if sizes.get("expert", 1) > 1 and all(layer.moe is None for layer in config.layers):
         return False

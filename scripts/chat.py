@@ -71,7 +71,8 @@ def converse(
     messages = opening if resume is None else read_conversation(resume, system)
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
-    params = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling)
+    defaults: dict[str, Any] = {"max_tokens": MAX_TOKENS}
+    params = SamplingParams(**defaults | sampling)
     name = model or "quill"
     with load(model, max_num_seqs=1, seed=fresh_seed(), **engine) as llm:
         # Imports JAX, so it waits for `load`, where Ctrl-C works.
@@ -110,6 +111,7 @@ def converse(
                     messages = opening
                 case ["/save", *words] if "\n" not in message and (words or saved_as):
                     path = Path(" ".join(words)).expanduser() if words else saved_as
+                    assert path is not None
                     saved_as = save(path, name, messages, overwrite=path == saved_as) or saved_as
                 case ["/help"]:
                     print(HELP)

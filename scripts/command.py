@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ..serving.api.other_engines import MEANING, NO_EFFECT, SHORT, VALUES, is_switch
 from ..serving.api.vllm_names import ENGINE, UnsupportedArgument
@@ -70,7 +70,10 @@ class Command(TyperCommand):
             option = names.get(name, names.get(name[:2]) if not name.startswith("--") else None)
             if option is not None:
                 arguments.append(name + values + value)
-                if name in names and not values and not option.is_flag and not option.count:
+                takes_value = (
+                    isinstance(option, TyperOption) and not option.is_flag and not option.count
+                )
+                if name in names and not values and takes_value:
                     arguments += take(words)
             elif takes_model and name in MODEL_OPTIONS:
                 arguments += [value] if values else take(words)

@@ -86,7 +86,8 @@ def main(
 
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
-    params = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling, n=n)
+    defaults: dict[str, Any] = {"max_tokens": MAX_TOKENS}
+    params = SamplingParams(**defaults | sampling, n=n)
     live = n == 1 and not as_json and stream is not False
     head = text if echo else ""
     first = 0.0

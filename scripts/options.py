@@ -200,7 +200,9 @@ def takes(
             value = make(**drop_none(**{name: values.pop(name) for name in added}))
             return main(**values, **{parameter_name: value})
 
-        command.__signature__ = inspect.Signature(parameters)  # read by Typer
+        # Typer reads the signature.
+        signature = inspect.Signature(parameters)
+        command.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 

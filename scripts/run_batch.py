@@ -166,9 +166,11 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
                 f"must be {names[0]!r}, which --served-model-name can change, got "
                 f"{shown(body.model)}",
             )
-        prepare = prompting.chat if isinstance(body, ChatRequest) else prompting.completion
         params = with_defaults(body.params, body.explicit_params, llm.engine.defaults)
-        prepared = prepare(llm.engine, replace(body, params=params), Formats())
+        if isinstance(body, ChatRequest):
+            prepared = prompting.chat(llm.engine, replace(body, params=params), Formats())
+        else:
+            prepared = prompting.completion(llm.engine, replace(body, params=params), Formats())
         for prompt in prepared.engine_requests:
             request_id = str(next(llm.ids))
             requests.append(
@@ -211,5 +213,9 @@ def job_result(job: LineJob, model: str) -> dict[str, Any]:
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     usage = Usage(prompt_tokens, choices.num_tokens, cached, choices.num_reasoning_tokens)
-    protocol = chat_answer if is_chat else completion_answer
-    return result_line(job.line, request_id, protocol.response(head, body, None, answers, usage))
+    response = (
+        chat_answer.response(head, body, None, answers, usage)
+        if is_chat
+        else completion_answer.response(head, body, None, answers, usage)
+    )
+    return result_line(job.line, request_id, response)

@@ -81,6 +81,7 @@ def main(
     # Not at the top: `--help` must not wait for it.
     from .. import RequestError, SamplingParams, SearchParams
 
+    defaults: dict[str, Any] = {"max_tokens": MAX_TOKENS, "seed": 0}
     try:
         params = SearchParams(
             method.replace("-", "_"),
@@ -89,7 +90,7 @@ def main(
             step.encode().decode("unicode_escape"),
             max_steps,
             answer,
-            SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": 0} | sampling),
+            SamplingParams(**defaults | sampling),
         )
     except RequestError as error:
         raise o.UsageError(f"--{error.param.replace('_', '-')}: {error.message}") from None

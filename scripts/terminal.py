@@ -86,8 +86,13 @@ class RenderedAnswer:
         from rich.live import Live
 
         self.console = console or Console()
-        unchanged = {"redirect_stdout": False, "redirect_stderr": False}
-        self.live = Live(console=self.console, auto_refresh=False, transient=True, **unchanged)
+        self.live = Live(
+            console=self.console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self.live.start()
         self.text = ""
         self.num_printed = 0  # complete blocks printed so far

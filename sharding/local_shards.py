@@ -1,5 +1,7 @@
 """The shards on this process's devices: the rest of an array is neither read nor stored here."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
@@ -47,7 +49,7 @@ def shard(leaf: np.ndarray, spec: ArraySpec, mesh: Mesh, target: Sharding) -> ja
     """
     layouts = shard_layouts(spec, mesh)
 
-    def shard_at(index: tuple[slice, ...]) -> np.ndarray:
+    def shard_at(index: Any) -> np.ndarray:
         value = leaf
         for axis, (order, axis_slice) in enumerate(zip(layouts, index, strict=True)):
             value = (

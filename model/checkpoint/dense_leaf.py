@@ -1,7 +1,7 @@
 """Read one array of the weight tree from the checkpoint tensors that make it up."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from .safetensors import Tensor, fill
 
 
 def read_leaf(
-    spec: ArraySpec, sources, tensors: dict[str, Any], needed: Sequence[np.ndarray] | None = None
+    spec: ArraySpec, sources, tensors: Mapping[str, Any], needed: Sequence[np.ndarray] | None = None
 ) -> np.ndarray:
     """Read an array. Elements outside of the `needed` masks (one per axis) may be uninitialised."""
     is_partial = needed is not None and not all(mask.all() for mask in needed)

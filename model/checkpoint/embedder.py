@@ -147,7 +147,9 @@ def read_pooling(file: Path) -> Pooling:
             "supported is true"
         )
     chosen = [name for name, value in hf.items() if name.startswith("pooling_mode_") and value]
-    pooling_by_name = {f"pooling_mode_{name}": pooling for name, pooling in POOLINGS.items()}
+    pooling_by_name: dict[str, Pooling] = {
+        f"pooling_mode_{name}": pooling for name, pooling in POOLINGS.items()
+    }
     if "pooling_mode" in hf:
         chosen = [hf["pooling_mode"]]
         pooling_by_name = POOLING_VALUES

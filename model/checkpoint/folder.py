@@ -68,8 +68,9 @@ def merge_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     result = dict(hf)
     for name, value in overrides.items():
         current = result.get(name)
-        are_objects = isinstance(current, Mapping) and isinstance(value, Mapping)
-        result[name] = merge_overrides(current, value) if are_objects else value
+        if isinstance(current, Mapping) and isinstance(value, Mapping):
+            value = merge_overrides(current, value)
+        result[name] = value
     return result
 
 

@@ -56,7 +56,7 @@ def resolve(
         raise ModelError(f"model {model!r} is a file and not a folder: {remedy}, or a GGUF file")
     cache = None if download_dir is None else str(Path(download_dir).expanduser())
     if model is not None and not folder.exists() and (named := HUB_FILE.fullmatch(model)):
-        return gguf_folder.make_folder(fetch_gguf(*named.groups(), revision, cache))
+        return gguf_folder.make_folder(fetch_gguf(named[1], named[2], named[3], revision, cache))
     if model is None or not HUB_ID.fullmatch(model) or folder.exists():
         raise ModelError(
             f"there is no model {model!r} here; give a folder with config.json, a GGUF file, an "

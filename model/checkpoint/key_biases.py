@@ -36,9 +36,11 @@ def skip_biased_layers(folder: Path, config: ModelConfig) -> ModelConfig:
     specs = dense_specs(config)
     skipped: tuple[int, ...] = ()
     for index in biased:
+        a = config.layers[index].attention
+        assert isinstance(a, Attention)  # `has_key_bias`
         bias_sources = model_sources.layers[index].attention.qkv_bias_GH
         bias_GH = read_leaf(specs.layers[index].attention.qkv_bias_GH, bias_sources, tensors)
-        if bias_left(config.layers[index].attention, bias_GH) > LIMIT:
+        if bias_left(a, bias_GH) > LIMIT:
             skipped += (index,)
     if skipped:
         warn_of_skipped(config.kv_cache_dtype, config.dtype, skipped)

@@ -250,7 +250,7 @@ def load(
 
     Args:
         progress: called with the bytes of each array that was read.
-        plain: do not pack weights for the kernels (to write them again).
+        skip_packing: do not pack weights for the kernels (to write them again).
         load_format: `dummy` makes random weights.
         cached: keep packed weights on disk for the next start.
     """
@@ -293,8 +293,10 @@ def load(
     return jax.tree.map(move, placement.location_per_leaf(config, dense), dense, weights)
 
 
-def random_weights(specs: ModelWeights, locations: ModelWeights | None = None) -> ModelWeights:
-    """Random weights, one array at a time; over a mesh each is sharded as its location says."""
+def random_weights(specs: Any, locations: Any = None) -> Any:
+    """Random weights for a tree of specs, one array at a time; over a mesh, each as its location
+    says.
+    """
     seeds = itertools.count()
     on_device = jax.default_backend() != "cpu"
 
@@ -326,7 +328,7 @@ def load_weights(
     """Load weights from safetensors or GGUF, or from the cache of packed weights.
 
     Args:
-        put: places a leaf, given the spec of its dense form; only used without a mesh.
+        place: places a leaf, given the spec of its dense form; only used without a mesh.
         progress: called with the bytes of each array that was read.
     """
     dense = dense_specs(config)
@@ -490,7 +492,7 @@ def find_sources(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any
     """The tensors of a folder by canonical name, checked, and the sources of each leaf."""
     family = family_module(config)
     file = find_gguf(folder)
-    tensors = find_tensors(folder) if file is None else gguf.find_tensors(file)
+    tensors: dict[str, Any] = find_tensors(folder) if file is None else gguf.find_tensors(file)
     for dense_folder, _ in (embedder.read(folder) or embedder.Embedder()).dense:
         tensors |= {
             f"{dense_folder}.{name}": tensor
@@ -509,11 +511,18 @@ def find_sources(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any
     return tensors, sources
 
 
-def check_tied(folder: Path, head: Tensor, embedding: Tensor) -> None:
+def check_tied(folder: Path, head: Tensor | Matrix, embedding: Tensor) -> None:
     """Reject a head that differs from the embedding where config.json ties them."""
-    if head.shape == embedding.shape and all(
-        np.array_equal(*(table.cut(row).read().astype(np.float32) for table in (head, embedding)))
-        for row in {0, head.shape[0] // 2, head.shape[0] - 1}
+    if (
+        not isinstance(head, Matrix)
+        and head.shape == embedding.shape
+        and all(
+            np.array_equal(
+                head.cut(row).read().astype(np.float32),
+                embedding.cut(row).read().astype(np.float32),
+            )
+            for row in {0, head.shape[0] // 2, head.shape[0] - 1}
+        )
     ):
         return
     raise ModelError(

@@ -29,7 +29,7 @@ def holds_weights(folder: Path) -> bool:
     return (folder / WEIGHTS).is_dir()
 
 
-def leaves_by_name(tree) -> dict[str, jax.Array]:
+def leaves_by_name(tree) -> dict[str, Any]:
     """The leaves of a weight tree by name, such as `layers.0.attention.qkv_DGH`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf

@@ -22,7 +22,8 @@ def run_in_parallel(
     """
     memory_freed = Condition()
     bytes_in_use = 0
-    device = jax.config.jax_default_device  # thread-local: passed on to the workers
+    # Thread-local: passed on to the workers.
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(task: Callable[[], Result], size: int) -> Result:
         nonlocal bytes_in_use
@@ -39,8 +40,7 @@ def run_in_parallel(
 
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quire-load")
     try:
-        return [
-            future.result() for future in [*map(threads.submit, [run] * len(tasks), tasks, sizes)]
-        ]
+        futures = [threads.submit(run, task, size) for task, size in zip(tasks, sizes, strict=True)]
+        return [future.result() for future in futures]
     finally:
         threads.shutdown(cancel_futures=True)

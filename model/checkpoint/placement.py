@@ -83,7 +83,7 @@ class Placement:
         """A tree of locations for the parts of the weight tree: layers, tables and norms."""
         meshes: list[Mesh | None] = [None] if self.mesh is None else [*stage_meshes(self.mesh)]
         pairs = zip(meshes, stages(config, len(meshes)), strict=True)
-        layers = [
+        layers: list[Any] = [
             Location(mesh, self.context_sharded, index in self.on_host)
             for mesh, stage in pairs
             for index in stage.layers
@@ -91,6 +91,7 @@ class Placement:
         first = Location(meshes[0])
         last = Location(meshes[-1])
         per_layer = first if config.per_layer_dim else None
+        head: list[Any] = [last for _ in config.head]
         return ModelWeights(
             embed_VD=first,
             layers=tuple(layers),
@@ -106,7 +107,7 @@ class Placement:
             embed_norm_D=first if config.embed_norm else None,
             position_embed_PD=first if config.positions else None,
             type_embed_ID=first if config.types else None,
-            head=tuple(last for _ in config.head),
+            head=tuple(head),
             per_layer_embed_VLA=per_layer,
             per_layer_proj_DLA=per_layer,
             per_layer_norm_A=per_layer,

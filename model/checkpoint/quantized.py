@@ -91,6 +91,7 @@ def plan_writing(
         raise ModelError(f"{out} is there already; give a new folder")
     tensors, fused, ignore, vocabulary = survey_tensors(folder, config)
     if chosen is None:
+        assert config.quant is not None
         described = make_quantization_config(layout, config.quant, ignore)
     else:
         modules = {tensor: tensor.removesuffix(".weight") for tensor in fused}

@@ -61,12 +61,14 @@ def token_ids_for(folder: Path, names: list[str], key: str) -> list[int]:
         raise ModelError(
             f"config.json: {key} names tokens, and {folder} has no tokenizer.json that knows them"
         )
-    ids = list(map(tokenizers.Tokenizer.from_file(str(file)).token_to_id, names))
-    if None in ids:
-        raise ModelError(
-            f"config.json: {key} names {names[ids.index(None)]!r:.40}, which is no token of "
-            "this model"
-        )
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    ids: list[int] = []
+    for name in names:
+        if (token_id := tokenizer.token_to_id(name)) is None:
+            raise ModelError(
+                f"config.json: {key} names {name!r:.40}, which is no token of this model"
+            )
+        ids.append(token_id)
     return ids
 
 

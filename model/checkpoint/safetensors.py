@@ -64,7 +64,7 @@ class Tensor:
         try:
             with open(self.file, "rb", buffering=0) as file:
                 file.seek(self.start)
-                unread = memoryview(out.reshape(-1).view(np.uint8))
+                unread = out.reshape(-1).view(np.uint8).data
                 while unread and (count := file.readinto(unread)):
                     unread = unread[count:]
         except OSError as error:
@@ -245,7 +245,7 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for (name, (dtype, shape)), value in zip(layout.items(), values, strict=True):
             assert (value.dtype, value.shape) == (np.dtype(dtype), shape), name
-            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
 def publish_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -92,7 +92,7 @@ class WeightCache:
                 file.write(header_bytes(table))
                 for entry, value in zip(table["arrays"], arrays, strict=True):
                     file.seek(entry["start"])
-                    file.write(as_bytes(value))
+                    file.write(as_bytes(value).data)
                 file.truncate(size)
         except (OSError, TypeError) as error:
             log.warning("packed weights are not kept for the next start: %s", error)

@@ -7,6 +7,7 @@ from ...ops.residual import Residual, add, norm_alone
 from ...ops.rope import angles
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .. import decoder
+from ..config import Attention
 from ..mixers import LayerHooks, attention
 from ..weights import ModelWeights
 from .heads import DraftHeads
@@ -38,9 +39,10 @@ def run(
     config = heads.model
     eps = heads.model.norm_eps
     live_T1 = positions_T[:, None] >= 0
+    tables = ModelWeights(weights.embed_VD, (), weights.final_norm_D)  # as `decoder` takes them
     has_embedding = weights.embed_VD is not None
     embedding_weights, embedding_axes = (
-        (weights, ONE_DEVICE) if has_embedding else (target_weights, axes)
+        (tables, ONE_DEVICE) if has_embedding else (target_weights, axes)
     )
     embed_TD, _ = decoder.embed(embedding_weights, tokens_T, positions_T, config, embedding_axes)
     features_TD = jnp.where(live_T1, features_TD, 0).astype(embed_TD.dtype)
@@ -63,7 +65,7 @@ def run(
     (x_TD, _), cache = decoder.run_layers(
         layers, first, (x_TD, None), cache, positions_T, config, hooks, axes
     )
-    hidden_TD = x_TD if weights.final_norm_D is None else decoder.final_norm(weights, x_TD, config)
+    hidden_TD = x_TD if weights.final_norm_D is None else decoder.final_norm(tables, x_TD, config)
     return hidden_TD if heads.normed else x_TD, hidden_TD, cache
 
 
@@ -73,12 +75,12 @@ def wide_layer(
     """(rows, cache) after EAGLE-3's first layer, whose attention input is (embedding, feature)."""
     config = heads.model
     layer = config.layers[0]
+    a = layer.attention
+    assert isinstance(a, Attention)
     eps = config.norm_eps
-    rope = layer.attention.rope and angles(
-        positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor
-    )
+    rope = a.rope and angles(positions_T, a.rope.inv_freq, a.rope.factor)
     y_TD, cache = attention.mix(
-        layer.attention, w.attention, joined_TF, rope, cache, hooks.of_layer(0), eps, axes
+        a, w.attention, joined_TF, rope, cache, hooks.of_layer(0), eps, axes
     )
     rows, _ = decoder.feed_forward_block(
         layer, w, Residual(x_TD, y_TD), positions_T >= 0, config, axes

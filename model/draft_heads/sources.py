@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..config import Attention
 from ..families import deepseek, qwen3_next
 from ..families.common import Source, attention_sources, layer_sources, linear, scale, tensor
 from .heads import DraftHeads
@@ -69,7 +70,9 @@ def eagle3(heads: DraftHeads) -> DraftHeadsWeights:
     D = heads.model.dim
     V = heads.vocab or heads.model.vocab_size
     first, *other_layers = (layer_sources(config, index, "") for index in range(len(config.layers)))
-    wide_attention = attention_sources(config.layers[0].attention, 2 * D, "layers.0.self_attn")
+    a = config.layers[0].attention
+    assert isinstance(a, Attention)
+    wide_attention = attention_sources(a, 2 * D, "layers.0.self_attn")
     attention = first.attention.replace(qkv_DGH=wide_attention.qkv_DGH)
     tokens = tensor("d2t", (V,), lambda x: x + np.arange(V))  # stored as offsets
     return DraftHeadsWeights(

@@ -51,9 +51,12 @@ def abstract(heads: DraftHeads) -> DraftHeadsWeights:
         return DraftHeadsWeights(heads=(head,) * heads.count, tokens_U=tokens_U)
     layers = tuple(layer_spec(config, layer) for layer in config.layers)
     if heads.kind == "mtp":
-        normed = {"embed_norm_D": norm(D), "feature_norm_D": norm(D), "final_norm_D": norm(D)}
         return DraftHeadsWeights(
-            layers=layers, join_FD=join(heads, D + heads.feature_dim), **normed
+            layers=layers,
+            join_FD=join(heads, D + heads.feature_dim),
+            embed_norm_D=norm(D),
+            feature_norm_D=norm(D),
+            final_norm_D=norm(D),
         )
     first, *other_layers = layers  # its attention input is normed before the layer
 

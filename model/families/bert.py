@@ -91,6 +91,7 @@ def layer(config: ModelConfig, index: int) -> LayerWeights:
     layer = config.layers[index]
     D = config.dim
     prefix = f"model.layers.{index}"
+    assert isinstance(layer.attention, Attention) and layer.mlp is not None
     return LayerWeights(
         attention=attention_sources(layer.attention, D, f"{prefix}.self_attn"),
         mlp=mlp_sources(layer.mlp, D, f"{prefix}.mlp"),

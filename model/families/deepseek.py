@@ -11,7 +11,6 @@ from ..config import LatentAttention, Layer, Mlp, ModelConfig, ModelError, Moe
 from ..mixers.latent import LatentWeights
 from ..weights import LayerWeights
 from .common import (
-    LLAMA_NORMS,
     Keys,
     Source,
     deinterleave_rotary,
@@ -25,9 +24,9 @@ from .common import (
 )
 
 
-def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+def config(hf: dict[str, Any], max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    kind = {"kimi_k2": "deepseek_v3"}.get(hf["model_type"], hf["model_type"])
+    kind = "deepseek_v3" if hf["model_type"] == "kimi_k2" else hf["model_type"]
     context_length = keys.count(
         "max_position_embeddings", {"deepseek_v2": 2048, "deepseek_v3": 4096}[kind]
     )
@@ -168,6 +167,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     layer = config.layers[index]
     D = config.dim
     layer_prefix = f"{prefix}layers.{index}"
+    assert isinstance(layer.attention, LatentAttention)
     return LayerWeights(
         attention=attention_sources(layer.attention, D, f"{layer_prefix}.self_attn"),
         mlp=layer.mlp
@@ -177,7 +177,8 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
             f"{layer_prefix}.mlp.shared_experts" if layer.moe else f"{layer_prefix}.mlp",
         ),
         moe=layer.moe and moe_sources(layer.moe, D, f"{layer_prefix}.mlp"),
-        **{field: scale(f"{layer_prefix}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
+        pre_attention_norm_D=scale(f"{layer_prefix}.input_layernorm.weight", D),
+        pre_mlp_norm_D=scale(f"{layer_prefix}.post_attention_layernorm.weight", D),
     )
 
 

@@ -143,6 +143,7 @@ def indexer_sources(a: LatentAttention, D: int, prefix: str) -> IndexerWeights |
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     weights = deepseek.layer(config, index, prefix)
     a = config.layers[index].attention
+    assert isinstance(a, LatentAttention)
     indexer = indexer_sources(a, config.dim, f"{prefix}layers.{index}.self_attn.indexer")
     return weights.replace(attention=weights.attention.replace(indexer=indexer))
 
@@ -157,5 +158,8 @@ def ignored(name: str, config: ModelConfig) -> bool:
     if deepseek.ignored(name, config):
         return True
     match = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
-    indexer = match and config.layers[int(match[1])].attention.indexer
-    return bool(match) and not (indexer and indexer.heads)
+    if match is None:
+        return False
+    a = config.layers[int(match[1])].attention
+    assert isinstance(a, LatentAttention)
+    return a.indexer is None or not a.indexer.heads

@@ -31,9 +31,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         mamba2(keys),
         (in_multiplier * out_multiplier, keys.positive("ssm_out_multiplier", 1.0)),
     )
-    multipliers = read_multipliers(keys, "mlp_multipliers", 2)
+    gate_multiplier, down_multiplier = read_multipliers(keys, "mlp_multipliers", 2)
     mlp = Mlp(
-        keys.count("intermediate_size"), keys.activation("hidden_act"), multipliers=multipliers
+        keys.count("intermediate_size"),
+        keys.activation("hidden_act"),
+        multipliers=(gate_multiplier, down_multiplier),
     )
     keys.refuse("mlp_bias", False)
     keys.refuse("projectors_bias", False)

@@ -92,6 +92,7 @@ def packed_source(format: str, name: str, E: int, into: int, *out: int) -> Any:
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     moe = config.layers[index].moe
+    assert moe is not None
     D = config.dim
     mlp_prefix = f"{prefix}layers.{index}.mlp"
     E = moe.experts

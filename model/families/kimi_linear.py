@@ -11,7 +11,6 @@ from ..mixers.kimi_delta import KimiDeltaWeights
 from ..weights import LayerWeights
 from . import deepseek
 from .common import (
-    LLAMA_NORMS,
     Keys,
     Source,
     SourceTensor,
@@ -36,7 +35,7 @@ RENAMED_KEYS = {
 }
 
 
-def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+def config(hf: dict[str, Any], max_len: int | None = None) -> ModelConfig:
     keys = Keys({RENAMED_KEYS.get(name, name): value for name, value in hf.items()})
     keys.refuse("mla_use_nope", True)
     keys.refuse("moe_router_activation_func", "sigmoid")
@@ -187,13 +186,17 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     D = config.dim
     layer_prefix = f"{prefix}layers.{index}"
     block = f"{layer_prefix}.mlp"
-    make = delta_sources if isinstance(layer.attention, KimiDelta) else deepseek.attention_sources
+    a = layer.attention
+    assert isinstance(a, KimiDelta | LatentAttention)
     return LayerWeights(
-        attention=make(layer.attention, D, f"{layer_prefix}.self_attn"),
+        attention=delta_sources(a, D, f"{layer_prefix}.self_attn")
+        if isinstance(a, KimiDelta)
+        else deepseek.attention_sources(a, D, f"{layer_prefix}.self_attn"),
         mlp=layer.mlp
         and mlp_sources(layer.mlp, D, f"{block}.shared_experts" if layer.moe else block),
         moe=layer.moe and moe_sources(layer.moe, D, block, experts=("w1", "w3", "w2")),
-        **{field: scale(f"{layer_prefix}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
+        pre_attention_norm_D=scale(f"{layer_prefix}.input_layernorm.weight", D),
+        pre_mlp_norm_D=scale(f"{layer_prefix}.post_attention_layernorm.weight", D),
     )
 
 

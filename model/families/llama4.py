@@ -107,6 +107,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     D = config.dim
     mlp_prefix = f"{prefix}layers.{index}.feed_forward"
     weights = layer_sources(config, index, prefix, interleaved=True)
+    assert layer.mlp is not None  # dense layers have one, sparse layers a shared expert
     if layer.moe is None:
         return weights.replace(mlp=mlp_sources(layer.mlp, D, mlp_prefix))
     E = layer.moe.experts

@@ -79,8 +79,9 @@ def layer(config: ModelConfig, index: int) -> LayerWeights:
     layer = config.layers[index]
     D = config.dim
     layer_prefix = f"model.layers.{index}"
-    F = layer.mlp.dim
     attention = layer.attention
+    assert isinstance(attention, Attention) and layer.mlp is not None
+    F = layer.mlp.dim
     return LayerWeights(
         attention=attention_sources(attention, D, f"{layer_prefix}.attn", fused=True),
         mlp=MlpWeights(

@@ -29,7 +29,7 @@ RENAMED_KEYS = {  # older key -> current key
 }
 
 
-def config(hf: dict, max_len: int | None = None) -> ModelConfig:
+def config(hf: dict[str, Any], max_len: int | None = None) -> ModelConfig:
     keys = Keys(
         {"n_group": 1, "topk_group": 1}
         | {RENAMED_KEYS.get(key, key): value for key, value in hf.items()}
@@ -50,7 +50,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         )
     feed_forward_by_kind = {"mlp": {"mlp": mlp}, "moe": {"mlp": shared_mlp, "moe": moe}}
     layers: list[Layer] = []
-    for number, (kind, following_kind) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
+    for number, (kind, following_kind) in enumerate(zip(blocks, [*blocks[1:], ""], strict=True)):
         if kind in mixers:
             layers.append(Layer(mixers[kind], **feed_forward_by_kind.get(following_kind, {})))
         elif not number or blocks[number - 1] not in mixers:

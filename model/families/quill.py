@@ -96,6 +96,7 @@ def hf_config(config: ModelConfig, **extra) -> dict:
     attention = config.layers[0].attention
     mlp = config.layers[0].mlp
     windows = [layer.attention.window for layer in config.layers]
+    assert isinstance(attention, Attention) and attention.rope is not None and mlp is not None
     rope = attention.rope.inv_freq
     return {
         "architectures": ["QuillForCausalLM"],

@@ -138,11 +138,14 @@ def two_level_fields(
     codes: np.ndarray, scale: np.ndarray, least: np.ndarray, group: int, blocks: np.ndarray, at: int
 ) -> Fields:
     """Fields with two float16 at byte `at` of each block: the super-scale and the super-minimum."""
-    super_scales = {
-        "super_scale": float16_at(blocks, at),
-        "super_least": float16_at(blocks, at + 2),
-    }
-    return Fields(codes, scale.view(np.int8), group, least=least.view(np.int8), **super_scales)
+    return Fields(
+        codes,
+        scale.view(np.int8),
+        group,
+        least=least.view(np.int8),
+        super_scale=float16_at(blocks, at),
+        super_least=float16_at(blocks, at + 2),
+    )
 
 
 def q3_k(blocks: np.ndarray) -> Fields:

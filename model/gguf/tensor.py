@@ -78,7 +78,7 @@ class BlockTensor:
 
     def fill(self, file: Any, out: np.ndarray) -> None:
         """Fill `out` with the next bytes of the file."""
-        pending = memoryview(out)
+        pending = out.data
         while pending and (count := file.readinto(pending)):
             pending = pending[count:]
         if pending:

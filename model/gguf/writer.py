@@ -57,7 +57,7 @@ def write_file(
         for (name, (kind, shape)), value in zip(tensors.items(), values, strict=True):
             size = nbytes_of(kind, shape)
             assert (value.dtype, value.size) == (np.uint8, size), name
-            file.write(np.ascontiguousarray(value).reshape(-1))
+            file.write(np.ascontiguousarray(value).reshape(-1).data)
             file.write(bytes(padded_size(size) - size))
 
 

@@ -57,8 +57,11 @@ class LayerHooks:
 
     def of_layer(self, index: int) -> "LayerHooks":
         """Those that the mixer of a layer calls."""
-        hooks = self.attend, self.prepare, self.recur
-        return LayerHooks(*(None if hook is None else partial(hook, index) for hook in hooks))
+        return LayerHooks(
+            partial(self.attend, index),
+            None if self.prepare is None else partial(self.prepare, index),
+            None if self.recur is None else partial(self.recur, index),
+        )
 
 
 def module_of(mixer: Mixer) -> Any:

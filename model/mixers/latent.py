@@ -41,7 +41,7 @@ def spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
     A = a.kv_rank
     H = a.nope_dim + a.rope_dim
     direct = a.q_rank is None
-    rank = D if direct else a.q_rank
+    rank = D if a.q_rank is None else a.q_rank
     kv_width = a.kv_rank + a.rope_dim
     return LatentWeights(
         q_down_DA=None if direct else matrix(config, (D,), (rank,), ("embed", None)),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ...ops.adapter import adapter_stacks
 from ...sharding.spec import nbytes
-from ..config import Layer, ModelConfig
+from ..config import Layer, ModelConfig, StatefulMixer
 from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
 
 
@@ -104,9 +104,9 @@ def state_bytes(config: ModelConfig, layers: Iterable[int] | None = None, drafts
     `drafts` draft tokens.
     """
     mixers = [
-        config.layers[index].attention
-        for index in config.state_layers
-        if layers is None or index in layers
+        layer.attention
+        for index, layer in enumerate(config.layers)
+        if isinstance(layer.attention, StatefulMixer) and (layers is None or index in layers)
     ]
     elements = sum(math.prod(shape) for mixer in mixers for shape in mixer.state_shapes.values())
     return 4 * (

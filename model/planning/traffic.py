@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ...ops.moe.dispatch import capacity
 from ..config import Layer, ModelConfig, Moe
 from ..partition import Stage, whole_model
+from ..recurrent import Recurrent
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,10 @@ def context_traffic(
 ) -> list[Collective]:
     """The collectives of attention whose positions are split over `context`."""
     attention = layer.attention.split(tensor)
+    assert not isinstance(attention, Recurrent), "its tokens cannot be split"
     query, values = attention.widths
     arrays = [attention.heads * query] + [
-        heads * itemsize
-        for heads, itemsize in (attention.cached if attention.kv_source is None else ())
+        heads * width for heads, width in (attention.cached if attention.kv_source is None else ())
     ]
     sums = 4 * num_tokens * attention.heads * (values + 2)
     if not prompts:

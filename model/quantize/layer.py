@@ -109,6 +109,7 @@ class Method:
                 for matrix, matrix_weights in pairs
             ]
         if self.name == "gptq":
+            assert group.quant is not None
             coded = gptq(W, statistics.H, grid_for_format(group.quant), self.act_order)
             fields_by_matrix = zip(*(np.split(field, boundaries) for field in coded), strict=True)
             return [
@@ -195,13 +196,18 @@ def apply_fold(
     leaves: Mapping[str, Leaf],
     fold: Fold,
     W: dict[str, np.ndarray],
-    inputs: dict[Key, Inputs],
+    statistics: dict[Key, CalibrationData],
     method: Method,
-) -> tuple[dict[str, np.ndarray], dict[Key, Inputs], dict[str, np.ndarray]]:
-    """(matrices, inputs, other tensors) after folding scales into the inputs' producer."""
+) -> tuple[dict[str, np.ndarray], dict[Key, CalibrationData], dict[str, np.ndarray]]:
+    """(matrices, statistics, other tensors) after folding scales into the inputs' producer."""
     names = [
         source_tensor.name for reader in fold.readers for source_tensor in leaves[reader].sources
     ]
+    inputs: dict[Key, Inputs] = {}
+    for reader in fold.readers:
+        reader_inputs = statistics[reader, None]
+        assert isinstance(reader_inputs, Inputs)
+        inputs[reader, None] = reader_inputs
     s = method.scales(
         np.concatenate([W[name] for name in names]), inputs[fold.readers[0], None], fold
     )
@@ -215,13 +221,13 @@ def apply_fold(
             name: W[name] / value
             for name, value in divisors(leaves[fold.matrix], fold.outputs, divisor).items()
         }
-        if fold.bias in leaves:
+        if fold.bias is not None and fold.bias in leaves:
             for name, value in divisors(leaves[fold.bias], fold.outputs, divisor).items():
                 bias = source.tensors[name].read()
                 changed[name] = (bias.astype(np.float32) / value).astype(bias.dtype)
     W = W | {name: W[name] * s for name in names}
     return (
         W,
-        inputs | {(reader, None): inputs[reader, None].divided(s) for reader in fold.readers},
+        statistics | {key: value.divided(s) for key, value in inputs.items()},
         changed,
     )

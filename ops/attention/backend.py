@@ -52,8 +52,9 @@ class AttentionShape:
     @classmethod
     def of(cls, q_TNH, pages, rows, params: AttentionParams, sinks_N=None) -> "AttentionShape":
         paired = pages.kv_PSYH is not None
-        latent = not paired and pages.v_PSKH is None
         page = pages.kv_PSYH if paired else pages.k_PSKH
+        value_page = page if paired else pages.v_PSKH
+        latent = value_page is None
         return cls(
             tokens=q_TNH.shape[0],
             sequences=rows.tables_BM.shape[0],
@@ -61,11 +62,7 @@ class AttentionShape:
             heads=q_TNH.shape[1],
             kv_heads=page.shape[2] // (2 if paired else 1),
             head_dim=q_TNH.shape[2],
-            value_dim=params.value_dim
-            if latent
-            else page.shape[3]
-            if paired
-            else pages.v_PSKH.shape[3],
+            value_dim=params.value_dim if value_page is None else value_page.shape[3],
             dtype=q_TNH.dtype.name,
             page_dtype=page.dtype.name,
             num_pages=page.shape[0],

@@ -6,6 +6,7 @@ dense implementations. Rows are computed independently, so results are batch-inv
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,8 @@ class IndexQueries(struct.PyTreeNode):
     positions that an earlier layer has selected.
     """
 
-    q_TIH: jax.Array | None = None
-    weight_TI: jax.Array | None = None
+    q_TIH: Any = None
+    weight_TI: Any = None
     count: int = struct.field(pytree_node=False, default=0)
 
 

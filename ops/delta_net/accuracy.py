@@ -71,7 +71,7 @@ class DeltaCase:
         ), donated
 
 
-def stack_results(out_TNV, memory_BNHV):
+def stack_results(out_TNV, memory_BNHV) -> Any:
     numbers = jnp if isinstance(out_TNV, jnp.ndarray) else np
     return numbers.concatenate([x.reshape(-1, out_TNV.shape[-1]) for x in (out_TNV, memory_BNHV)])
 

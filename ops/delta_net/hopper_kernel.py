@@ -91,7 +91,7 @@ def delta_rule(
         tiles = Tiles(interpret is not None)
         pl.run_scoped(lambda **shared: run(shape, tiles, DeltaRefs(**named, **shared)), **scratch)
 
-    out_TNV = pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         jax.ShapeDtypeStruct((T, N, V), jnp.float32),
         mesh=plgpu.Mesh(grid=(rows.slots_B.shape[0], N // G), grid_names=("sequence", "heads")),
@@ -101,7 +101,8 @@ def delta_rule(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=False if interpret is None else interpret,
         name="delta_rule",
-    )(*inputs.values(), memory_ref)
+    )
+    out_TNV = kernel(*inputs.values(), memory_ref)
     is_token_T = jnp.arange(T) < rows.starts_B1[-1]
     return jnp.where(is_token_T[:, None, None], out_TNV, 0), jax.freeze(memory_ref)
 

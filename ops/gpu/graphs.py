@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 from functools import cache
+from typing import Any
 
 import jax
 
@@ -26,7 +27,7 @@ def compile_step(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     return lowered.compile(compiler_options())
 
 
-def compiler_options() -> dict[str, str] | None:
+def compiler_options() -> dict[str, Any] | None:
     """Options for compiling a step, in addition to XLA's defaults; None if there are none."""
     setting = os.environ.get("QUIRE_GRAPHS", "")
     if setting not in ("", "off"):

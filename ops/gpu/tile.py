@@ -7,6 +7,7 @@ as the GPU, so that it detects the same races.
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ class Tiles:
         if self.interpreted or not hasattr(plgpu, "store"):
             ref[...] = tile  # earlier versions of JAX choose the instructions themselves
         else:
-            plgpu.store(ref, tile, optimized=swizzled)
+            plgpu.store(ref, tile, optimized=swizzled)  # pyright: ignore[reportAttributeAccessIssue]
 
     def decode(self, codes: str, codes_JH_ref, out_JH_ref) -> None:
         """Convert int8 or float8 codes to the dtype of `out_JH_ref`, both in shared memory.
@@ -89,7 +90,7 @@ class Tiles:
             values, plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
         )
 
-    def index(self, shape, axis: int, layout=plgpu.Layout.WGMMA):
+    def index(self, shape, axis: int, layout: Any = plgpu.Layout.WGMMA):
         """A tile with each element's index along an axis."""
         if self.interpreted:
             return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -203,7 +204,7 @@ def widen_instructions(context, codes):
         packed_bytes = mgpu.utils.bitcast(register, word)
         word_pair = llvm.mlir_undef(ir.VectorType.get((2,), word))
         for n, selector in enumerate(("0x4140", "0x4342")):
-            halves = llvm.inline_asm(
+            halves: Any = llvm.inline_asm(
                 word, [packed_bytes], f"prmt.b32 $0, $1, 0, {selector};", "=r,r"
             )
             word_pair = llvm.insertelement(word_pair, halves, arith.constant(word, n))
@@ -250,7 +251,7 @@ def arrive_instructions(context, ref, count, expected_count):
         is_leader,
         barrier,
     ]
-    has_all = llvm.inline_asm(
+    has_all: Any = llvm.inline_asm(
         number, operands, ARRIVE_PTX, "=r,l,r,r,b,r,~{memory}", has_side_effects=True
     )
     return mgpu.FragmentedArray.splat(has_all, (), is_signed=True)

@@ -73,10 +73,10 @@ class HeadsCase:
     def heads(self, rotation: dict) -> Heads:
         kind = self.kind
         cos_sin = rotation["cos_sin"] if kind["pairs"] else None
-        scales = rotation["scales"] if kind["norm"] else (None, None)
-        return Heads(
-            kind["queries"], kind["keys"], cos_sin, "head" if kind["norm"] else None, *scales
-        )
+        if not kind["norm"]:
+            return Heads(kind["queries"], kind["keys"], cos_sin)
+        q_scale, k_scale = rotation["scales"]
+        return Heads(kind["queries"], kind["keys"], cos_sin, "head", q_scale, k_scale)
 
     def run(self, donated, inputs):
         """The results, or NaN if anything but the tokens' slots has changed in the pages."""

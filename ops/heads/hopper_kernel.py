@@ -166,8 +166,9 @@ def run(shape: HeadsShape, tiles: Tiles, refs: HeadsRefs) -> None:
             (N + K, refs.v_pages, refs.v_scales),
         ):
             plgpu.copy_smem_to_gmem(head_rows.at[pl.ds(first, K)], pages.at[page, offset])
-            for head in range(K if scales is not None else 0):
-                scales[page, head, offset] = refs.scales[first + head]
+            if scales is not None:
+                for head in range(K):
+                    scales[page, head, offset] = refs.scales[first + head]
 
     plgpu.wait_smem_to_gmem(0)
 

@@ -123,7 +123,7 @@ def has_product(kernel: str, rows: str) -> bool:
     return has_kernel(kernel_names.FLOAT_ROWS[kernel] if keeps_floats(rows) else kernel)
 
 
-def row_options(kernel: str, group: int, rows: str) -> dict[str, bool]:
+def row_options(kernel: str, group: int, rows: str) -> dict[str, Any]:
     """The fields of a `PackedWeight` that say how its kernel takes rows of this type."""
     return {
         "int8_activations": uses_int8_activations(kernel, group, rows),

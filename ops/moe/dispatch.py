@@ -1,6 +1,7 @@
 """Expert parallelism: tokens are sent to the devices of their experts, and results come back."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, slots_per_device: int
     return same_rows.gather(out_QD).reshape(-1, x_TD.shape[1])[:T]
 
 
-def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, slots_per_device: int, expert):
+def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, slots_per_device: int, expert) -> Any:
     """`mix_over` in float32 for tokens that only this device has.
 
     Each (token, slot) pair is sent separately, and its result is weighted and summed on the sending

@@ -43,7 +43,7 @@ def weight_results(result_QD, weights_Q):
     return result_QD.astype(jnp.float32) * weights_Q[:, None]
 
 
-def add_pairs(out_ZD, X: int):
+def add_pairs(out_ZD, X: int) -> Any:
     """The sum over each token's X pairs, in a fixed order.
 
     (A reduction could round differently for another number of tokens.)

@@ -19,7 +19,7 @@ def unpack(words_N: jax.Array, templates: Sequence[np.ndarray]) -> list[jax.Arra
     """
     if has(UNPACK):
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in templates]
-        return jax.ffi.ffi_call(target(UNPACK), shapes)(words_N)
+        return list(jax.ffi.ffi_call(target(UNPACK), shapes)(words_N))
     end_offsets = np.cumsum([array.size for array in templates]).tolist()
 
     def slice_array(array: np.ndarray, start: int, end: int) -> jax.Array:

@@ -20,7 +20,10 @@ def means(values: np.ndarray, mass: np.ndarray, count: int) -> np.ndarray:
     total = mass.sum(1, keepdims=True)
     mass = np.where(total > 0, mass + MIN_MASS * total / mass.shape[1], 1)
     centres = np.concatenate(
-        [best_cuts(*pair, count) for pair in zip(*map(chunks, (ordered, mass)), strict=True)]
+        [
+            best_cuts(values, value_mass, count)
+            for values, value_mass in zip(chunks(ordered), chunks(mass), strict=True)
+        ]
     )
     return centres if values.shape[1] <= BINS else refine(ordered, mass, centres)
 

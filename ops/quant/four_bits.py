@@ -12,6 +12,8 @@ The last block ends at the last input. If the number of inputs is no multiple of
 starts earlier and repeats some inputs. Fewer than 128 inputs are one block; their number is even.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +40,7 @@ def join(codes_K: np.ndarray) -> np.ndarray:
     return codes_K[low] | codes_K[low + block // 2] << 4
 
 
-def split(data, inputs: int):
+def split(data, inputs: int) -> Any:
     """Unpack NumPy or JAX bytes [count(inputs), ...] to values [inputs, ...]."""
     block = block_of(inputs)
     trailing = data.shape[1:]

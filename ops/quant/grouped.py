@@ -358,8 +358,8 @@ class TiledGroups(PackedWeight):
         )
 
 
-def add_shifts(*terms: np.ndarray) -> np.ndarray:
-    return sum(terms).astype(np.uint32)
+def add_shifts(*terms: Any) -> np.ndarray:
+    return np.asarray(sum(terms), np.uint32)
 
 
 def combine_levels(values_GO, super_SO, group: int):

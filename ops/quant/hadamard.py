@@ -6,6 +6,8 @@ one block, 192 are three of 64. The Hadamard transform is symmetric and its own 
 product of a row of W and a row of x does not change if both are rotated.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +24,12 @@ def signs(count: int) -> np.ndarray:
     return np.where(bits & 1, -1, 1).astype(np.float32)
 
 
-def rotated(x):
+def rotated(x) -> Any:
     """Transform rows [..., K] of NumPy or JAX, in float32."""
     return transformed(x * signs(x.shape[-1]))
 
 
-def restored(x):
+def restored(x) -> Any:
     """The inverse of `rotated`."""
     return transformed(x) * signs(x.shape[-1])
 

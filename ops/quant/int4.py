@@ -115,7 +115,7 @@ class Int4(Rounded):
             if self.zero is None
             else by_block(np.asarray(self.zero).reshape(-1, O))
         )
-        sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
+        sizes: dict[str, Any] = {"into": self.into, "out": self.out, "inputs": self.inputs}
         return TiledInt4(tiles, scale, zero, **sizes, **row_options("int4", self.group, rows))
 
     def gpu_matrix(self) -> GpuMatrix:

@@ -96,7 +96,7 @@ class Int8(Rounded):
         missing = tiles.shape[0] * LANES - codes_KO.shape[1]
         scale_O = np.pad(np.asarray(self.scale, np.float32).reshape(-1), (0, missing))
         sum_O = np.pad(codes_KO.sum(0, dtype=np.int32), (0, missing))
-        sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
+        sizes: dict[str, Any] = {"into": self.into, "out": self.out, "inputs": self.inputs}
         return TiledInt8(tiles, scale_O, sum_O, **sizes, float_rows=keeps_floats(rows))
 
     def gpu_matrix(self) -> GpuMatrix:

@@ -51,8 +51,8 @@ class ResidualCase:
 
         Sums are scaled to the same magnitude, so that large rows do not hide errors in small ones.
         """
-        *inputs, size_T1 = inputs
-        sum_TD, normed = sum_and_norm(*inputs, EPS, self.kind["rounds"], self.interpret)
+        residual, norm, size_T1 = inputs
+        sum_TD, normed = sum_and_norm(residual, norm, EPS, self.kind["rounds"], self.interpret)
         normed_f32_TD = plain(normed).astype(jnp.float32)
         results = [sum_TD / size_T1, normed_f32_TD]
         if isinstance(normed, RoundedRows):

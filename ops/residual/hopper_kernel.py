@@ -63,7 +63,7 @@ def sum_and_norm(
     inputs = {
         name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in inputs.items()
     }
-    scratch = {
+    scratch: dict[str, Any] = {
         f"smem_{name}": plgpu.SMEM((shape.padded, LINE), array.dtype)
         for name, array in inputs.items()
     }

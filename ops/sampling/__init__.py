@@ -20,6 +20,7 @@ from jax import Array
 
 from ...sharding import struct
 from ...sharding.device_axes import UNSPLIT, Axis
+from ...sharding.struct import Leaf
 from ..implementations import choose
 from ..native.blank import blank
 
@@ -36,34 +37,34 @@ BANNED = -2  # no token is allowed
 class SlotState(struct.PyTreeNode):
     """State of sampling on the device between steps, with a slot for each running sequence."""
 
-    bias_BJV: Array  # float32, added to the logits; -inf where a token is not allowed
-    stop_BV: Array  # bool, the tokens that end the request
-    output_counts_BV: Array  # int32, how often each token was generated
-    prompt_BV: Array  # bool, the tokens that occur in the prompt
+    bias_BJV: Leaf  # float32, added to the logits; -inf where a token is not allowed
+    stop_BV: Leaf  # bool, the tokens that end the request
+    output_counts_BV: Leaf  # int32, how often each token was generated
+    prompt_BV: Leaf  # bool, the tokens that occur in the prompt
     # int32, tokens whose log-probabilities are requested; entries after them are undefined
-    logprob_token_ids_BL: Array
+    logprob_token_ids_BL: Leaf
 
 
 class SamplingInputs(struct.PyTreeNode):
     """The sampling parameters of each row."""
 
-    slots_R: Array  # int32, the slot in SlotState
-    bias_rows_R: Array  # int32, the index among the slot's biases
-    drafted_RJ: Array  # int32, the drafts before this row, counted by the penalties; -1 = none
-    positions_R: Array  # int32, position of the sampled token, from 0
-    seeds_R2: Array  # uint32
-    temperature_R: Array  # float32, 0 = greedy
-    top_k_R: Array  # int32, 0 or less = off
-    top_p_R: Array  # float32, 1 = off
-    min_p_R: Array  # float32, 0 = off
-    repetition_penalty_R: Array  # float32, 1 = off
-    presence_penalty_R: Array  # float32, 0 = off
-    frequency_penalty_R: Array  # float32, 0 = off
-    ban_stop_R: Array  # bool, ban the slot's stop tokens (min_tokens is not reached)
-    ban_RX: Array  # int32 token ids, -1 = none
-    targets_R: Array  # int32, a given token to score; -1 = sample a token
-    biased_R: Array  # bool, whether the slot has a nonzero bias
-    wants_logprobs_R: Array  # bool
+    slots_R: Leaf  # int32, the slot in SlotState
+    bias_rows_R: Leaf  # int32, the index among the slot's biases
+    drafted_RJ: Leaf  # int32, the drafts before this row, counted by the penalties; -1 = none
+    positions_R: Leaf  # int32, position of the sampled token, from 0
+    seeds_R2: Leaf  # uint32
+    temperature_R: Leaf  # float32, 0 = greedy
+    top_k_R: Leaf  # int32, 0 or less = off
+    top_p_R: Leaf  # float32, 1 = off
+    min_p_R: Leaf  # float32, 0 = off
+    repetition_penalty_R: Leaf  # float32, 1 = off
+    presence_penalty_R: Leaf  # float32, 0 = off
+    frequency_penalty_R: Leaf  # float32, 0 = off
+    ban_stop_R: Leaf  # bool, ban the slot's stop tokens (min_tokens is not reached)
+    ban_RX: Leaf  # int32 token ids, -1 = none
+    targets_R: Leaf  # int32, a given token to score; -1 = sample a token
+    biased_R: Leaf  # bool, whether the slot has a nonzero bias
+    wants_logprobs_R: Leaf  # bool
 
 
 class Sampled(struct.PyTreeNode):
@@ -73,13 +74,13 @@ class Sampled(struct.PyTreeNode):
     `temperature_only` they and the ranks may be None.
     """
 
-    tokens_R: Array  # int32; `BROKEN` or `BANNED` if there is no token
+    tokens_R: Leaf  # int32; `BROKEN` or `BANNED` if there is no token
     logprobs_R: Any  # float32, log-softmax of the logits before any processing
     ranks_R: Any  # int32, 1 = best; tokens that tie share the better rank
     top_ids_RK: Any  # int32, the most likely tokens; K = min(listed, V)
     top_logprobs_RK: Any  # float32
     token_id_logprobs_RL: Any  # float32, for the slot's logprob_token_ids
-    ok_R: Array  # bool, whether there is a token
+    ok_R: Leaf  # bool, whether there is a token
     drafts_BK: Any = None  # int32, the next draft tokens of each sequence, with a drafter
 
 
@@ -113,11 +114,12 @@ def sample(
 
 def empty_state(num_slots: int, vocab: int, num_rows: int = 1) -> SlotState:
     """The initial state; `num_rows` is the largest number of rows of a slot in a step."""
-    other_fields = [blank((num_slots, vocab), dtype) for dtype in (bool, jnp.int32, bool)]
     return SlotState(
-        blank((num_slots, num_rows, vocab)),
-        *other_fields,
-        blank((num_slots, MAX_WANTED), jnp.int32),
+        bias_BJV=blank((num_slots, num_rows, vocab)),
+        stop_BV=blank((num_slots, vocab), bool),
+        output_counts_BV=blank((num_slots, vocab), jnp.int32),
+        prompt_BV=blank((num_slots, vocab), bool),
+        logprob_token_ids_BL=blank((num_slots, MAX_WANTED), jnp.int32),
     )
 
 

@@ -231,7 +231,7 @@ def sharegpt(
     rng.shuffle(entries)
     for entry in entries:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
-        texts = (
+        texts: list[Any] = (  # from JSON
             [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
             if isinstance(turns, list)
             else []

@@ -203,8 +203,12 @@ def main(
     from ...serving.ray import deploy
     from ...serving.ray.scale import DeploymentPlan, ReplicaOptions
 
-    options = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 128,
-               "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
+    options: dict[str, Any] = {
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 128,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -228,12 +232,10 @@ def main(
             measure_routing(port, routing)
         texts = []
         for name, chosen in {
-            "together": {"replicas": 2},
-            "apart": {"replicas": 1, "prefill_replicas": 1},
+            "together": replace(scale, replicas=2),
+            "apart": replace(scale, replicas=1, prefill_replicas=1),
         }.items():
-            deploy.run(
-                replace(plan, scale=ReplicaOptions(replica_resources={"CPU": 0.1}, **chosen))
-            )
+            deploy.run(replace(plan, scale=chosen))
             texts.append(measure_prefill_split(port, name))
         print(
             f"apart as together: {sum(map(str.__eq__, *texts))} of {len(texts[0])} answers "

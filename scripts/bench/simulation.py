@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from ...serving.api.outputs import FinishReason
 from ...serving.api.params import SamplingParams
 from ...serving.cache.page_table import PageTable
 from ...serving.device.step_shape import StepShape
@@ -115,21 +116,22 @@ class Simulation:
 
     def run(self, requests: Seq[SimulatedRequest]) -> list[Outcome]:
         """Serve all requests, sorted by arrival."""
-        leaving: list[tuple[float, int, str, Sequence]] = []
+        leaving: list[tuple[float, int, FinishReason, Sequence]] = []
         place = 0
         in_flight = None
         scheduler = self.scheduler
         while place < len(requests) or self.held or scheduler.busy or in_flight:
             while place < len(requests) and requests[place].arrival <= self.now:
-                seq = self.arrive(requests[place])
-                for reason, delay in (
-                    ("timeout", requests[place].timeout),
-                    ("abort", requests[place].abort),
-                ):
+                request = requests[place]
+                seq = self.arrive(request)
+                delays: dict[FinishReason, float | None] = {
+                    "timeout": request.timeout,
+                    "abort": request.abort,
+                }
+                for reason, delay in delays.items():
                     if delay is not None:
                         heapq.heappush(
-                            leaving,
-                            (requests[place].arrival + delay, len(self.outcomes), reason, seq),
+                            leaving, (request.arrival + delay, len(self.outcomes), reason, seq)
                         )
                 place += 1
             while leaving and leaving[0][0] <= self.now:
@@ -201,7 +203,7 @@ class Simulation:
                     if seq.num_output >= seq.max_tokens:
                         self.end(seq, "length")
 
-    def end(self, seq: Sequence, reason: str) -> None:
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
         outcome = self.outcomes[seq]
         if seq.finish_reason is not None:
             return

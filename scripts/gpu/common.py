@@ -159,7 +159,7 @@ def attention_by(name: str) -> Iterator[None]:
     """Compile with one attention implementation only, without its self-test."""
     table = attention.IMPLEMENTATIONS
     listed = dict(table)
-    module = import_module(f".{UNTESTED[name]}", attention.__name__)
+    module: Any = import_module(f".{UNTESTED[name]}", attention.__name__)
     backend = module.BACKEND
     jax.clear_caches()  # so that no cached trace with another implementation is reused
     table.clear()

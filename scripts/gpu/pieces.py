@@ -11,7 +11,7 @@ import numpy as np
 
 from ...model import decoder
 from ...model.checkpoint.loader import family_for
-from ...model.config import ModelConfig
+from ...model.config import Attention, ModelConfig
 from ...model.families import llama
 from ...model.weights import abstract
 from ...ops.attention import KVPages, page_dtype
@@ -83,6 +83,7 @@ def mixtures(
 ) -> Iterator[StepPiece]:
     """The MoE layer with its router; only experts chosen by some token are read."""
     moe = config.layers[0].moe
+    assert moe is not None
     w = random_arrays(abstract(config).layers[0].moe, seed, on_device=True)
     mix = jax.jit(lambda w, x_TD: decoder.mix(moe, w, x_TD, x_TD, jnp.ones(len(x_TD), bool)))
     for rows in row_counts:
@@ -95,6 +96,7 @@ def mixtures(
 
 def dense(config: ModelConfig, row_counts: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
     mlp = config.layers[0].mlp
+    assert mlp is not None
     w = random_arrays(abstract(config).layers[0].mlp, seed, on_device=True)
     run = jax.jit(lambda w, x_TD: decoder.mlp(mlp, w, x_TD, decoder.ONE_DEVICE))
     for rows in row_counts:
@@ -112,6 +114,7 @@ def dense(config: ModelConfig, row_counts: tuple[int, ...], seed: int) -> Iterat
 def kv_write(config: ModelConfig, rows: int, seed: int) -> StepPiece:
     """Write new keys and values into the KV cache in place, each row into another page."""
     a = config.layers[0].attention
+    assert isinstance(a, Attention)
     new_TKH = jax.random.normal(jax.random.key(seed), (rows, a.kv_heads, a.head_dim), config.dtype)
     slots_T = jnp.arange(1, rows + 1) * PAGE
     shape = max(POOL, rows + 1), PAGE, a.kv_heads, a.head_dim
@@ -131,6 +134,7 @@ def kv_write(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 def norm_and_rope(config: ModelConfig, rows: int, seed: int) -> StepPiece:
     """Residual addition with norm, and rotary embeddings of queries and keys."""
     a = config.layers[0].attention
+    assert isinstance(a, Attention)
     x_TD = random_hidden(config, rows, seed)
     y_TD = random_hidden(config, rows, seed + 1)
     qk_TNH = jax.random.normal(
@@ -153,6 +157,7 @@ def delta_net(config: ModelConfig, sequences: int, rows: int, seed: int) -> Step
     written once, in place.
     """
     a = config.layers[0].attention
+    assert isinstance(a, Attention)
     T = sequences * rows
     q_key, k_key, v_key, decay_key = jax.random.split(jax.random.key(seed), 4)
     q_TKH, k_TKH = (
@@ -167,7 +172,8 @@ def delta_net(config: ModelConfig, sequences: int, rows: int, seed: int) -> Step
     )
     states = [jnp.zeros((sequences, a.heads, a.head_dim, a.head_dim))]
     rule = jax.jit(
-        lambda memory, *arrays: delta_rule(*arrays[:-1], memory, arrays[-1]), donate_argnums=0
+        lambda memory, q, k, v, decay, beta, rows: delta_rule(q, k, v, decay, beta, memory, rows),
+        donate_argnums=0,
     )
 
     def run(*arrays):

@@ -172,7 +172,7 @@ def measure(
 
     began = time.monotonic()
     specs = abstract(config) if specs is None else specs
-    mesh = make_mesh(**sizes)
+    mesh = make_mesh(None, **sizes)
     groups = len(config.windows)
     width = -(-length // PAGE)
     pipeline = Pipeline(config, mesh)
@@ -187,7 +187,9 @@ def measure(
     for lowered in pipeline.lower(weights, state, layout):
         compiled = lowered.compile()
         stage_memory.append(memory_of(compiled))
-        stage_model_bytes, stage_sampling_bytes = collectives(compiled.as_text())
+        text = compiled.as_text()
+        assert text is not None  # CPUs have a text of each program
+        stage_model_bytes, stage_sampling_bytes = collectives(text)
         model_bytes += stage_model_bytes
         sampling_bytes += stage_sampling_bytes
     fullest = max(stage_memory, key=lambda memory: memory.arguments)

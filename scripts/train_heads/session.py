@@ -132,7 +132,9 @@ class Session:
         tokens_U = head_weights.tokens_U
         head_weights = to_float32(head_weights.replace(tokens_U=None))
         tx = optimizer(s)
-        state = {"own": head_weights, "opt": tx.init(head_weights)}
+        # Optax's Params leave out classes that are pytrees.
+        opt = tx.init(head_weights)  # pyright: ignore[reportArgumentType]
+        state = {"own": head_weights, "opt": opt}
         step = 0
         manager = ocp.CheckpointManager(
             (self.out / "checkpoints").absolute(),

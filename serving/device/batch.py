@@ -10,6 +10,7 @@ from ...model.config import FAR
 from ...ops.native.unpack import unpack
 from ...ops.sampling import MAX_BANS, SamplingInputs
 from ...sharding import struct
+from ...sharding.struct import Leaf
 from ..api.params import SAMPLING
 from .step_shape import StepShape
 
@@ -20,25 +21,25 @@ class Batch(struct.PyTreeNode):
     """The host's input of a step; the tokens of a sequence are adjacent, and padding comes last."""
 
     # below 0: the name of one that is still on the device, see `scheduler.encode_device_token`
-    tokens_T: np.ndarray
-    positions_T: np.ndarray  # -1 in padding
-    starts_B1: np.ndarray
-    following_B: np.ndarray  # the token after the sequence's last row, where the host knows it
-    tables_GBM: tuple[np.ndarray, ...]  # one [B, M] a cache group
-    slots_GT: tuple[np.ndarray, ...]  # where each row's key and value go, for each cache group
-    owners_T: np.ndarray  # the slot of each row's sequence
-    is_prompt_T: np.ndarray
-    tracked_T: np.ndarray  # the sequence has penalties, so its tokens are counted
-    ahead_T: np.ndarray  # positions are as if all drafts of the step before were right
-    sample_rows_R: np.ndarray  # one past the last in padding
-    store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
+    tokens_T: Leaf
+    positions_T: Leaf  # -1 in padding
+    starts_B1: Leaf
+    following_B: Leaf  # the token after the sequence's last row, where the host knows it
+    tables_GBM: tuple[Leaf, ...]  # one [B, M] a cache group
+    slots_GT: tuple[Leaf, ...]  # where each row's key and value go, for each cache group
+    owners_T: Leaf  # the slot of each row's sequence
+    is_prompt_T: Leaf
+    tracked_T: Leaf  # the sequence has penalties, so its tokens are counted
+    ahead_T: Leaf  # positions are as if all drafts of the step before were right
+    sample_rows_R: Leaf  # one past the last in padding
+    store_R: Leaf  # the slot that the token drawn here belongs to, or one past the last
     # the draft that the token drawn here is compared with, or its name; -1 = none
-    drafts_R: np.ndarray
-    depths_R: np.ndarray  # drafts of the sequence before this row
+    drafts_R: Leaf
+    depths_R: Leaf  # drafts of the sequence before this row
     # the position where a sequence's second text begins, where the model tells it from the first
-    second_B: np.ndarray
-    num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
-    prefills_1: np.ndarray  # whether the drafter computes these rows too
+    second_B: Leaf
+    num_drafts_1: Leaf  # how many tokens the step itself is to draft
+    prefills_1: Leaf  # whether the drafter computes these rows too
     sampling: SamplingInputs
     adapters_T: Any = None  # where there are adapters: the slot of each row's, or one past the last
     adapters_R: Any = None  # and of those that draw, if it adapts the head

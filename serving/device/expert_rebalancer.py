@@ -95,13 +95,15 @@ class ExpertRebalancer:
             lambda leaf: self.programs[key_of(leaf)](leaf, sent, targets, np.int32(turns)),
             stacks(layer.moe),
         )
-        moe = placed(layer.moe.replace(**moved), new_S, self.mesh, self.config.layers[index].moe)
+        moe = self.config.layers[index].moe
+        assert moe is not None
+        moe_weights = placed(layer.moe.replace(**moved), new_S, self.mesh, moe)
         self.loads.moved += int((new_S != experts_LS[at]).sum())
         experts_LS[at] = new_S
         self.loads.held_LS = experts_LS
         layers = weights.layers
         return weights.replace(
-            layers=(*layers[:index], layer.replace(moe=moe), *layers[index + 1 :])
+            layers=(*layers[:index], layer.replace(moe=moe_weights), *layers[index + 1 :])
         )
 
     def reload(self) -> None:

@@ -14,8 +14,10 @@ from safetensors.numpy import save_file
 
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.loader import load_weights, read_config
+from quire.model.checkpoint.published.matrix import Matrix
 from quire.model.checkpoint.safetensors import fill, find_tensors
 from quire.model.config import ModelError
+from quire.model.stored_format import StoredGroup
 from quire.model.weights import abstract
 from quire.sharding.spec import ALIGNMENT, empty
 from quire.tests.support import tiny
@@ -88,11 +90,14 @@ def test_dtype_option_and_checkpoint_dtype(tmp_path, stored, requested, expected
     assert read_config(tmp_path, requested).dtype == expected
 
 
+EMBEDDING = "model.embed_tokens.weight"
+
+
 @pytest.mark.parametrize("row", [0, 48, 95])
 def test_tied_head_that_differs_from_the_embedding_is_rejected(tmp_path, row):
     config = tiny.LLAMA | {"tie_word_embeddings": True}
     tensors = tiny.draw(config)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"] = tensors[EMBEDDING].copy()
     tiny.write(tmp_path / "same", config, tensors)
     assert (
         loader.load_weights(tmp_path / "same", loader.read_config(tmp_path / "same")).head_VD
@@ -102,6 +107,11 @@ def test_tied_head_that_differs_from_the_embedding_is_rejected(tmp_path, row):
     tiny.write(tmp_path / "other", config, tensors)
     with pytest.raises(ModelError, match="'lm_head.weight' that is not its embedding"):
         loader.load_weights(tmp_path / "other", loader.read_config(tmp_path / "other"))
+    quantised_head = Matrix(
+        "lm_head", tensors["lm_head.weight"].shape, StoredGroup("int4", None), {}
+    )
+    with pytest.raises(ModelError, match="'lm_head.weight' that is not its embedding"):
+        loader.check_tied(tmp_path, quantised_head, find_tensors(tmp_path / "same")[EMBEDDING])
     untied = loader.read_config(tmp_path / "other", hf_overrides={"tie_word_embeddings": False})
     np.testing.assert_array_equal(
         loader.load_weights(tmp_path / "other", untied).head_VD, tensors["lm_head.weight"]

@@ -446,6 +446,7 @@ def check_two_level_scales(name, rows, K, out, seed):
         }
     node = jax.tree.map(np.asarray, node.replace(**fields))
     x = random_matrix(rng, (rows,), (K,), ml_dtypes.bfloat16)
+    scale: Any
     scale, least = (
         None
         if inner is None

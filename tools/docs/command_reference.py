@@ -4,7 +4,7 @@ from typing import Any
 
 import typer
 
-from quire.__main__ import COMMANDS, app
+from quire.__main__ import COMMANDS, Commands, app
 from quire.scripts.command import panels_of
 
 from .tables import cell, table
@@ -13,9 +13,11 @@ from .tables import cell, table
 def command_pages() -> dict[str, str]:
     """The Markdown page of each command by its name, in the order of `COMMANDS`."""
     group = typer.main.get_command(app)
+    assert isinstance(group, Commands)
+    context = typer.Context(group)
     page_by_command = {}
     for name in COMMANDS:
-        description = describe_command(group.get_command(None, name), f"quire {name}", 2)
+        description = describe_command(group.get_command(context, name), f"quire {name}", 2)
         page_by_command[name] = f"# quire {name}\n\n{description}"
     return page_by_command
 

@@ -160,7 +160,7 @@ def member_rows(owner: Any, entries: dict[str, str]) -> Iterator[tuple[str, str,
                 code(default_text(entry)),
                 cell(description),
             )
-    elif isinstance(owner, enum.EnumMeta):
+    elif issubclass(owner, enum.Enum):
         for value in owner:
             yield code(value.name), "", "", cell(comments.get(value.name, ""))
     elif issubclass(owner, dict):

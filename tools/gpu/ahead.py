@@ -409,7 +409,7 @@ def drafter_work(case: Case, config) -> tuple[float, float]:
     from quire.sharding.spec import nbytes
 
     drafter, specs = make_drafter(case, config)
-    if drafter is None:
+    if drafter is None or specs is None:
         return 0.0, 0.0
     head = specs.embed_VD if specs.head_VD is None else specs.head_VD
     layer_bytes = nbytes(specs.replace(embed_VD=None, head_VD=None))

@@ -79,13 +79,13 @@ class Work:
     bytes: float = 0.0  # read and written
     launches: float = 0.0
     # Bytes written by copies or dequantisations of parameters, by parameter.
-    copied: Counter = field(default_factory=Counter)
+    copied: dict[str, float] = field(default_factory=dict)
 
     def add(self, work: "Work", times: float = 1) -> None:
         self.bytes += times * work.bytes
         self.launches += times * work.launches
         for name, count in work.copied.items():
-            self.copied[name] += times * count
+            self.copied[name] = self.copied.get(name, 0) + times * count
 
 
 def element_bits(kind: str) -> int:
@@ -246,7 +246,8 @@ class Walk:
             if origin is not None and is_large and is_slice and not multiplies and place is None:
                 elements_by_origin[origin] += elements
         for origin, elements in elements_by_origin.items():
-            work.copied[origin] += op.bytes * elements / elements_by_origin.total()
+            copied = op.bytes * elements / elements_by_origin.total()
+            work.copied[origin] = work.copied.get(origin, 0) + copied
         work.bytes += updated_bytes(inside) if place is not None else op.made
         return work
 

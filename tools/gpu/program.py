@@ -61,7 +61,7 @@ def compile_program(
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         (kernels := folder / "mosaic").mkdir()
-        compiler_options = graphs.compiler_options() or {}
+        compiler_options: jax.stages.CompilerOptions = graphs.compiler_options() or {}
         # Without a GPU, XLA cannot autotune its kernels.
         compiler_options |= {"xla_dump_to": str(folder), "xla_gpu_autotune_level": "0"}
         with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": str(kernels)} if spills else {}):

@@ -31,8 +31,8 @@ class Oracle:
         self.rate = 0.0
         self.rng = random.Random(0)
 
-    def propose(self, seq, max_drafts: int) -> list[int]:
-        truth = self.answers[tuple(seq.tokens[: seq.num_prompt])][seq.num_output :][:max_drafts]
+    def propose(self, seq, max_tokens: int) -> list[int]:
+        truth = self.answers[tuple(seq.tokens[: seq.num_prompt])][seq.num_output :][:max_tokens]
         return [t if self.rng.random() < self.rate else (t + 1) % self.vocab for t in truth]
 
     def end(self, seq) -> None:
@@ -84,7 +84,10 @@ def main(
         return list(output.outputs[0].token_ids), time.perf_counter() - began
 
     answers = {tuple(prompt): ask(plain_llm, prompt)[0] for prompt in prompts}
-    drafting_llm.engine.speculator.host_drafter = oracle = Oracle(answers, checkpoint.VOCAB)
+    oracle = Oracle(answers, checkpoint.VOCAB)
+    speculator = drafting_llm.engine.speculator
+    assert speculator is not None
+    speculator.host_drafter = oracle
     runner = drafting_llm.engine.runner
     table = Table(
         "a",
@@ -110,6 +113,7 @@ def main(
             speeds.append(tokens / draft_seconds)
             gains.append((seconds_before + seconds_after) / 2 / draft_seconds)
         drafts_after = take_snapshot(drafting_llm.engine).drafts
+        assert drafts_before is not None and drafts_after is not None
         length = 1 + (sum(drafts_after.accepted) - sum(drafts_before.accepted)) / (
             drafts_after.proposals - drafts_before.proposals
         )

@@ -4,6 +4,7 @@ running sequence, and chunks of prompts.
 
 # pyright: reportMissingImports=false
 
+import ctypes
 import json
 import os
 import struct
@@ -79,7 +80,7 @@ def prepare(settings: LoadSettings) -> None:
         params.nthread = settings.threads
         with publish(target_path) as temporary_path:
             if lib.llama_model_quantize(
-                str(bf16_path).encode(), str(temporary_path).encode(), params
+                str(bf16_path).encode(), str(temporary_path).encode(), ctypes.pointer(params)
             ):
                 raise RuntimeError(f"llama_model_quantize failed on {bf16_path}")
 
@@ -220,6 +221,7 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         seqs = min(settings.max_seqs, len(requests))
         context = lib.llama_init_from_model(model, context_params(settings, seqs, requests))
+        assert context is not None
         batch = lib.llama_batch_init(BATCH, 0, 1)
         try:
             return Slots(context, batch, vocab, seqs, requests, settings.drafts).run()
@@ -305,6 +307,7 @@ class Slots:
         if lib.llama_decode(self.context, b):
             raise RuntimeError("llama_decode failed")
         memory = lib.llama_get_memory(self.context)
+        assert memory is not None
         for index, rows in output_rows.items():
             tokens = self.accepted(rows, self.drafts[index])[: self.left[index]]
             self.texts[index] += tokens

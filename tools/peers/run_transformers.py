@@ -49,7 +49,7 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
             mask[row, longest - len(request.prompt) :] = 1
         clock = Clock()
         with torch.inference_mode():
-            out = model.generate(
+            out = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=2,
                 stopping_criteria=StoppingCriteriaList([clock]),
             )  # fmt: skip

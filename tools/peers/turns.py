@@ -72,15 +72,18 @@ class EngineProcess:
                 env=env,
                 start_new_session=True,
             )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.jobs = self.process.stdin
+        self.answers = self.process.stdout
 
     def ask(self, **job) -> dict:
         """Run a job and return the worker's answer; the process runs only during the job."""
         self.signal(signal.SIGCONT)
         try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-            ready, _, _ = select.select([self.process.stdout], [], [], self.limit)
-            line = self.process.stdout.readline() if ready else None
+            self.jobs.write(json.dumps(job).encode() + b"\n")
+            self.jobs.flush()
+            ready, _, _ = select.select([self.answers], [], [], self.limit)
+            line = self.answers.readline() if ready else None
         except BrokenPipeError:
             line = b""
         if not line:
@@ -121,8 +124,8 @@ class EngineProcess:
     def close(self) -> None:
         self.signal(signal.SIGKILL)
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.jobs.close()
+        self.answers.close()
 
 
 def command(place: Path, engine: str) -> list[str]:

@@ -148,7 +148,9 @@ def distributions(options: dict, texts: list[tuple[list[int], int]]):
     probabilities = []
     for tokens, start in texts:
         (output,) = llm.generate([tokens], params, use_tqdm=False)
+        assert output.prompt_logprobs is not None
         for entry in output.prompt_logprobs[start:]:
+            assert entry is not None  # it is None for the first token of the prompt only
             row = np.zeros(len(entry))
             row[list(entry)] = np.exp([logprob.logprob for logprob in entry.values()])
             probabilities.append(row / row.sum())

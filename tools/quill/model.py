@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quire.model import decoder
-from quire.model.config import ModelConfig
+from quire.model.config import Attention, ModelConfig
 from quire.model.mixers import LayerHooks
 from quire.ops.linear.weight import Weight
 from quire.scripts.train_heads.attention import attention
@@ -29,6 +29,7 @@ def init_lookback_heads(weights, config: ModelConfig):
     sharp = 2.0
     pairs = 4
     a = config.layers[0].attention
+    assert isinstance(a, Attention) and a.rope is not None
     w = first.attention
     half = a.head_dim // 2
     inv_freq = np.asarray(a.rope.inv_freq)

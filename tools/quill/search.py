@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -48,7 +48,7 @@ def main(
     sampling = SamplingParams(temperature=temperature, max_tokens=LONGEST, seed=0)
     with LLM() as llm:
         right = train_reward_model(llm, folder, training, sampling)
-        with LLM(folder) as reward:
+        with LLM(str(folder)) as reward:
             rows = {name: [] for name in (*METHODS, ONE)}
             written = []
             total = samples * len(TASKS)
@@ -158,7 +158,9 @@ def plot_accuracy(rows: dict[str, list[float]], path: Path) -> None:
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()
     for name, row in rows.items():
-        style = {"color": "#999999", "linestyle": "--"} if name == ONE else {"marker": "o"}
+        style: dict[str, Any] = (
+            {"color": "#999999", "linestyle": "--"} if name == ONE else {"marker": "o"}
+        )
         axes.plot(COUNTS, [100 * value for value in row], label=name, **style)
     axes.set(
         xscale="log", xlabel="answers to each question", ylabel="right answers (%)", ylim=(0, 102)

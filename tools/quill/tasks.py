@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -90,7 +90,7 @@ def score(example: Example, text: str) -> bool:
     return text == example.answer
 
 
-def _listed(rng: Random, pool: list[str], low: int, high: int) -> list[str]:
+def _listed(rng: Random, pool: Sequence[str], low: int, high: int) -> list[str]:
     return rng.sample(pool, rng.randint(low, high))
 
 

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ TOKENS = 4096
 WARMUP = 60
 RATE = 4e-3
 EMA = 0.99
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {  # arguments of `small_cache_config`
     "quill": {"dim": 192, "num_layers": 8, "heads": 4, "head_dim": 64, "ffn": 512},
     "quill-draft": {"dim": 96, "num_layers": 4, "heads": 2, "head_dim": 64, "ffn": 256},
 }
@@ -248,7 +248,11 @@ def main(
         ThreadPoolExecutor(1) as pool,
         Progress(*columns, console=console, disable=not console.is_terminal) as bar,
     ):
-        line = bar.add_task("training", total=minutes * 60, completed=elapsed)
+        line = bar.add_task(
+            "training",
+            total=minutes * 60,
+            completed=elapsed,  # pyright: ignore[reportArgumentType]
+        )
         last = time.monotonic()
         losses = []
         checked = elapsed

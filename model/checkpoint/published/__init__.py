@@ -98,7 +98,9 @@ def add_side_config(folder: Path, hf: dict[str, Any]) -> dict[str, Any]:
 def split_quantization(hf: dict[str, Any]) -> tuple[dict[str, Any], StoredFormat | None]:
     """config.json without quantization_config, and the parsed format if the method is supported."""
     config = hf.get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return hf, None
+    method = config.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         return hf, None
     remaining = {name: value for name, value in hf.items() if name != "quantization_config"}

@@ -107,6 +107,7 @@ class FourBits(Matrix):
                 f"{GROUP}, or several such that fill a row"
             )
         kind = self.group.form
+        assert isinstance(kind, str)
         table = CODES[kind].numbers
         if not np.allclose(codebook, table / table.max(), rtol=1e-6, atol=0):
             name = self.tensors[".weight.quant_map"].name
@@ -227,7 +228,7 @@ def read_state(tensor: Tensor) -> State:
     offset = state.get("nested_offset")
     if type(nested_block) is not int or not 0 < nested_block <= LARGEST:
         raise fail("nested_blocksize", f"a whole number up to {LARGEST}")
-    if type(offset) not in (int, float) or not math.isfinite(offset):
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
         raise fail("nested_offset", "a finite number")
     return State((shape[0], shape[1]), block, nested_block, float(offset))
 
@@ -295,7 +296,8 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
 def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -> MatrixTensors:
     """Quantise with exact scales, then quantise the scales, less their mean, to 8 bits."""
     node = quantize_dense(value, group)
-    assert isinstance(node, Grouped)
+    kind = group.form
+    assert isinstance(node, Grouped) and isinstance(kind, str)
     codes = four_bits.split(node.codes, value.shape[1]).T.reshape(-1)
     scale = np.ascontiguousarray(node.scale.T).reshape(-1)
     offset = scale.mean(dtype=np.float32)
@@ -311,7 +313,7 @@ def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -
         where=block_scales[:, None] > 0,
     )
     state = {
-        "quant_type": group.form,
+        "quant_type": kind,
         "blocksize": GROUP,
         "dtype": value.dtype.name,
         "shape": value.shape,
@@ -324,10 +326,10 @@ def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -
     return {
         ".weight": (codes[::2] << 4 | codes[1::2])[:, None],
         SCALES: nearest(numbers, exact).reshape(-1)[: len(scale)],
-        ".weight.quant_map": CODES[group.form].numbers,
+        ".weight.quant_map": CODES[kind].numbers,
         NESTED[0]: block_scales,
         NESTED[1]: numbers,
-        f".weight.quant_state.bitsandbytes__{group.form}": np.frombuffer(
+        f".weight.quant_state.bitsandbytes__{kind}": np.frombuffer(
             text.encode().ljust(JSON), np.uint8
         ),
     }

@@ -255,18 +255,22 @@ class Coded(Matrix):
     """A matrix stored in the tensors that its format defines."""
 
     def fields(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self.group.form in FORMS:
-            return FORMS[self.group.form].fields(arrays, self.shape[1])
-        return self.format.fields(arrays, self.shape[1], self.group.form)
+        form = self.group.form
+        assert isinstance(form, str) and self.format is not None
+        if form in FORMS:
+            return FORMS[form].fields(arrays, self.shape[1])
+        return self.format.fields(arrays, self.shape[1], form)
 
 
 def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
     """The tensors of a matrix [out, in]; reject shapes that cannot be stored."""
-    assert group.quant is not None
+    form = group.form
+    assert isinstance(form, str) and group.quant is not None
+    rows, columns = shape
     try:
-        if group.form in FORMS:
-            return FORMS[group.form].layout(*shape)
-        return quant.example(group.quant).layout(*shape, group.form)
+        if form in FORMS:
+            return FORMS[form].layout(rows, columns)
+        return quant.example(group.quant).layout(rows, columns, form)
     except FormatError as error:
         raise ModelError(f"tensor {name!r} {error}") from None
 
@@ -314,6 +318,7 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
 
 
 def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -> MatrixTensors:
+    assert isinstance(group.form, str)
     form = FORMS.get(group.form)
     if form is not None and form.rounded is not None:
         return form.rounded(value.astype(np.float32), largest())
@@ -321,6 +326,7 @@ def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -
 
 
 def parts(node: Rounded, group: StoredGroup) -> MatrixTensors:
+    assert isinstance(group.form, str)
     if group.form not in FORMS:
         return node.parts(group.form)
     form = FORMS[group.form]

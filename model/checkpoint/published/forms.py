@@ -169,7 +169,7 @@ def join_pairs(codes: np.ndarray) -> np.ndarray:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def divide_scales(scales: np.ndarray, global_scale: np.ndarray) -> np.ndarray:
+def divide_scales(scales: np.ndarray, global_scale: np.ndarray | np.float32) -> np.ndarray:
     """Scales divided by the global scale of their matrix, in float32."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # callers check for NaN
         return scales.astype(np.float32) / global_scale.astype(np.float32)

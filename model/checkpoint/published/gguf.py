@@ -61,9 +61,9 @@ class AssembledTensor:
     def mapped(self) -> np.ndarray:
         return self.read()
 
-    def cut(self, index: int) -> "TensorSlice":
+    def cut(self, index: int) -> "TensorElement":
         """One element of the first axis, which stays with size 1."""
-        return TensorSlice(self, index)
+        return TensorElement(self, index)
 
     def fields(self) -> Fields:
         """The codes [rows, columns] of all parts and the values that their groups share."""
@@ -96,7 +96,7 @@ class AssembledTensor:
 
 
 @dataclass(frozen=True)
-class TensorSlice:
+class TensorElement:
     """One element of a tensor's first axis."""
 
     tensor: AssembledTensor
@@ -143,7 +143,7 @@ class BlockMatrix(Matrix):
         """The fields of a node with two-level scales."""
         assert stored.super_scale is not None
         repeats = stored.group // node.group
-        fields = {
+        fields: dict[str, np.ndarray] = {
             "codes": stored.codes,
             "scale": stored.scale.repeat(repeats, 1),
             "super_scale": stored.super_scale,
@@ -154,6 +154,7 @@ class BlockMatrix(Matrix):
             least, super_least = (
                 pair if stored.least is None else (stored.least, stored.super_least)
             )
+            assert super_least is not None
             fields |= {"least": least.repeat(repeats, 1), "super_least": super_least}
         elif stored.table is None:
             middle = -int(CODES[node.code].numbers[0])
@@ -204,5 +205,6 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
             raise ModelError(
                 f"{CONFIG_KEY}.quant_method = 'gguf', and the weights are in no GGUF file"
             )
-        gathered[name] = BlockMatrix(name, tensor.shape, group, {}, tensor)
+        if len(tensor.shape) == 2:
+            gathered[name] = BlockMatrix(name, tensor.shape, group, {}, tensor)
     return gathered

@@ -112,10 +112,11 @@ class HqqMatrix(Matrix):
         return ((codes - zero) * scale).reshape(self.shape)
 
     def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
-        assert isinstance(node, Grouped)
+        form = self.group.form
+        assert isinstance(node, Grouped) and isinstance(form, HqqLayout)
         codes, scale, zero = self.unpacked()
         rows = self.shape[0]
-        repeats = self.group.form.size // node.group
+        repeats = form.size // node.group
         if node.code == "int8":
             codes = codes ^ 128
             zero = zero - 128

@@ -360,9 +360,11 @@ class SignedMatrix(IntegerMatrix):
 @dataclass(frozen=True)
 class Int4Matrix(Matrix):
     def fields(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        form = self.group.form
+        assert isinstance(form, Int4Layout) and self.format is not None
         codes, scale, added = self.unpacked(arrays)
         scale, added = (self.finite(value.astype(np.float32)).T for value in (scale, added))
-        repeats = self.group.form.group // self.format.inputs_per_value()
+        repeats = form.group // self.format.inputs_per_value()
         shared = {"scale": scale, "least": 8 * scale - added}
         return {"codes": codes} | {name: value.repeat(repeats, 1) for name, value in shared.items()}
 
@@ -375,6 +377,7 @@ class Int4Matrix(Matrix):
 @dataclass(frozen=True)
 class TiledInt4Matrix(Int4Matrix):
     def unpacked(self, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        assert isinstance(self.group.form, Int4Layout)
         words, shared = arrays.values()
         rows, columns = self.shape
         # Axes: output tile, input tile (128), output, pair of inputs, input / 32, element of the
@@ -474,6 +477,7 @@ def matrix(
 
 
 def make_int4_matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
+    assert isinstance(group.form, Int4Layout)
     codes, scale, added = tensors.values()
     rows = codes.shape[0]
     columns = 2 * codes.shape[1]
@@ -492,6 +496,7 @@ def make_tiled_matrix(
     group: StoredGroup,
     read_metadata: Callable[[Path], dict[str, Any]],
 ) -> Matrix:
+    assert isinstance(group.form, Int4Layout)
     codes, shared = tensors.values()
     if len(codes.shape) != 4 or not all(codes.shape):
         raise ModelError(

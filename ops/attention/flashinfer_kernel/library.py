@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 KNOWN = "0.7.2.post1"  # the version of FlashInfer for which the arguments are correct
 PACKAGES = "flashinfer-python", "jax-tvm-ffi"
@@ -90,7 +91,7 @@ def load(path: str) -> Callable[..., None]:
     return tvm_ffi.load_module(path).paged_run
 
 
-def wrap_for_xla(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
+def wrap_for_xla(run: Callable[..., None], sinks: bool) -> Any:
     """Wrap FlashInfer's function: the result takes arguments in XLA's order."""
 
     def call(q, k, v, words, starts, first_page, pages, last_page, *arguments):

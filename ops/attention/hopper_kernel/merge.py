@@ -34,14 +34,15 @@ def merge_spans(shape: KernelShape, saved, out_TNH, sinks_N, plan: Plan, *, inte
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
     )
-    pl.kernel(
+    kernel: Any = pl.kernel(
         functools.partial(run, shape, Tiles(interpret is not None)),
         (),
         mesh=mesh,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=False if interpret is None else interpret,
         name="merge_spans",
-    )(saved, sinks_N, plan.tiles_CF, plan.shares_RF, out_ref)
+    )
+    kernel(saved, sinks_N, plan.tiles_CF, plan.shares_RF, out_ref)
     return jax.freeze(out_ref)
 
 

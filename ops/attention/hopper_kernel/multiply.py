@@ -426,9 +426,7 @@ class WarpgroupTask:
             sum_slice,
         )
 
-    def write(
-        self, buffer_ref, swizzled: bool, first_column: int, best_M, total_M, sum_slice
-    ) -> None:
+    def write(self, buffer_ref, swizzled: bool, first_column, best_M, total_M, sum_slice) -> None:
         """Write the results through shared memory, from `first_column` of `buffer_ref` on."""
         shape = self.shape
         out = self.outs.out

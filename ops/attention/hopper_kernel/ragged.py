@@ -57,7 +57,7 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
         do = functools.partial(run, shape, tiles, names, *refs)
         pl.run_scoped(do, collective_axes="warpgroup", **shared_types(shape, dtype))
 
-    kernel = pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         out,
         mesh=plgpu.Mesh(

@@ -182,9 +182,9 @@ def dequantise(codes: str, code, scale, zero=None) -> np.ndarray:
 
 def reference(kind: dict, expert_ids, x, weight, bias, scale) -> np.ndarray:
     """Compute the product in float64 on the host."""
-    x, weight, bias, scale = (
-        None if y is None else np.asarray(y, np.float64) for y in (x, weight, bias, scale)
-    )
+    x = np.asarray(x, np.float64)
+    weight = np.asarray(weight, np.float64)
+    bias, scale = (None if y is None else np.asarray(y, np.float64) for y in (bias, scale))
     out = []
     for block, expert in enumerate(expert_ids):
         rows = slice(block * BLOCKS[-1], (block + 1) * BLOCKS[-1])

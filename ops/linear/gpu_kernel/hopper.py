@@ -322,7 +322,7 @@ def write(
     y_FN = (
         outputs[0]
         if shape.projections == 1
-        else combine(*outputs, shape.activation or "", shape.clamp, shape.alpha)
+        else combine(outputs[0], outputs[1], shape.activation or "", shape.clamp, shape.alpha)
     )
     if shape.weighted:
         scale_N = tiles.load_columns(operands.scale.at[pl.ds(task.row, shape.rows)])

@@ -98,7 +98,7 @@ def compute(
     y_FR = (
         outputs[0]
         if shape.projections == 1
-        else combine(*outputs, shape.activation or "", shape.clamp, shape.alpha)
+        else combine(outputs[0], outputs[1], shape.activation or "", shape.clamp, shape.alpha)
     )
     if operands.scale is not None:
         y_FR = y_FR * operands.scale[rows][None]

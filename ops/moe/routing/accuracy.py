@@ -81,9 +81,11 @@ class AlignCase:
         return jnp.concatenate([array.astype(jnp.float32) for array in arrays])[:, None]
 
     def run(self, donated, inputs):
-        return self.flatten(
-            place_pairs(*inputs, self.kind["experts"], self.kind["rows"], self.interpret)
-        ), donated
+        experts_TX, weights_TX = inputs
+        blocks = place_pairs(
+            experts_TX, weights_TX, self.kind["experts"], self.kind["rows"], self.interpret
+        )
+        return self.flatten(blocks), donated
 
 
 def cases(kind: dict) -> list[Case]:

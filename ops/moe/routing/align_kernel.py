@@ -99,7 +99,7 @@ def place_pairs(experts_TX, weights_TX, experts: int, rows: int, interpret: Any 
     def result(size: int, dtype: Any = jnp.int32):
         return jax.ShapeDtypeStruct((size,), dtype)
 
-    outputs: Any = pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         (
             jax.ShapeDtypeStruct((shape.pair_tiles, TILE), jnp.int32),
@@ -115,7 +115,10 @@ def place_pairs(experts_TX, weights_TX, experts: int, rows: int, interpret: Any 
         compiler_params=plgpu.CompilerParams(),
         interpret=False if interpret is None else interpret,
         name="align",
-    )(pad_to_tiles(experts_TX, experts), pad_to_tiles(weights_TX.astype(jnp.float32), 0))
+    )
+    outputs = kernel(
+        pad_to_tiles(experts_TX, experts), pad_to_tiles(weights_TX.astype(jnp.float32), 0)
+    )
     return Blocks(outputs[0].reshape(-1)[:Z], *outputs[1:])
 
 

@@ -5,34 +5,68 @@ from importlib import import_module
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from . import __version__
-from .scripts.command import SETTINGS, Command, UsageError, write_help
+from .scripts.command import SETTINGS, Command, CommandGroup, UsageError
 from .serving.api.other_engines import COMMANDS as THEIRS
 
-# Command -> module with its `main`. Only the command that runs is imported.
+# Command -> (module with its `main`, summary). Only the command that runs is imported.
 COMMANDS = {
-    "generate": ".scripts.generate",
-    "search": ".scripts.search",
-    "chat": ".scripts.chat",
-    "run": ".scripts.run",
-    "pull": ".scripts.pull",
-    "list": ".scripts.list",
-    "rm": ".scripts.rm",
-    "serve": ".scripts.serve.command",
-    "run-batch": ".scripts.run_batch",
-    "bench": ".scripts.bench.command",
-    "plan": ".scripts.plan.command",
-    "convert": ".scripts.convert",
-    "quantize": ".scripts.quantize",
-    "train-heads": ".scripts.train_heads.command",
-    "build-kernels": ".scripts.build_kernels",
-    "collect-env": ".scripts.collect_env",
+    "generate": (".scripts.generate", "Generate text from a prompt."),
+    "search": (
+        ".scripts.search",
+        "Generate several candidates and print the best: by reward model score, or by "
+        "majority vote.",
+    ),
+    "chat": (".scripts.chat", "Chat with a model."),
+    "run": (".scripts.run", "Chat with a model like `quire chat`."),
+    "pull": (
+        ".scripts.pull",
+        "Download models into the Hugging Face cache, unless they are cached already.",
+    ),
+    "list": (
+        ".scripts.list",
+        "List the downloaded models in the Hugging Face cache, and the bundled ones.",
+    ),
+    "rm": (".scripts.rm", "Delete models from the Hugging Face cache."),
+    "serve": (
+        ".scripts.serve.command",
+        "Serve models over HTTP with APIs compatible with OpenAI, Anthropic and Ollama, "
+        "Prometheus metrics and a chat page.",
+    ),
+    "run-batch": (".scripts.run_batch", "Process a file of requests in OpenAI's batch format."),
+    "bench": (
+        ".scripts.bench.command",
+        "Benchmark throughput, latency, startup, a running server, the scheduler, parts of a "
+        "step, or host overhead.",
+    ),
+    "plan": (
+        ".scripts.plan.command",
+        "Estimate the memory of a model's weights and KV cache, and how many sequences fit.",
+    ),
+    "convert": (".scripts.convert", "Convert a model to an Orbax checkpoint, which loads sharded."),
+    "quantize": (
+        ".scripts.quantize",
+        "Quantise a model's weights and write a checkpoint in a layout that other engines "
+        "also read.",
+    ),
+    "train-heads": (
+        ".scripts.train_heads.command",
+        "Train draft heads for speculative decoding (Medusa, EAGLE or EAGLE-3) on answers "
+        "that the model generates.",
+    ),
+    "build-kernels": (
+        ".scripts.build_kernels",
+        "Compile the CPU kernels ahead of time and print the path of each library.",
+    ),
+    "collect-env": (
+        ".scripts.collect_env",
+        "Print versions, hardware, caches, kernels in use and batch invariance, for bug reports.",
+    ),
 }
 
 
-class Commands(TyperGroup):
+class Commands(CommandGroup):
     """The commands in `COMMANDS`; each module is imported when its command runs."""
 
     def __init__(self, **attributes):
@@ -42,7 +76,8 @@ class Commands(TyperGroup):
     def get_command(self, ctx, cmd_name):
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(COMMANDS[cmd_name], __package__)
+        name, _ = COMMANDS[cmd_name]
+        module = import_module(name, __package__)
         if (app := getattr(module, "app", None)) is None:  # a command group defines its own app
             app = typer.Typer(add_completion=False)
             app.command(cmd_name, cls=Command)(module.main)
@@ -54,8 +89,9 @@ class Commands(TyperGroup):
             raise UsageError(f"No such command '{args[0]}': {meant}")
         return super().resolve_command(ctx, args)
 
-    def format_help(self, ctx, formatter) -> None:
-        write_help(self, ctx, formatter)
+    def summary(self, ctx, name: str) -> str:  # without an import of the command's module
+        _, summary = COMMANDS[name]
+        return summary
 
 
 app = typer.Typer(

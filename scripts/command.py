@@ -89,6 +89,18 @@ class Command(TyperCommand):
         return super().parse_args(ctx, arguments)
 
 
+class CommandGroup(TyperGroup):
+    """A group of commands that lists them in `--help` with their summaries."""
+
+    def format_help(self, ctx, formatter) -> None:
+        write_help(self, ctx, formatter)
+
+    def summary(self, ctx, name: str) -> str:
+        """The first sentence of a command's help."""
+        command = self.get_command(ctx, name)
+        return "" if command is None else command.get_short_help_str(1000)
+
+
 def take(words: Iterator[str]) -> list[str]:
     """The next word as a list, which is empty at the end."""
     return [word for word in (next(words, None),) if word is not None]
@@ -155,7 +167,7 @@ def same_word(word: str, candidate: str) -> bool:
     return close or sorted(word) == sorted(candidate)
 
 
-def write_help(command: TyperCommand | TyperGroup, ctx, formatter) -> None:
+def write_help(command: Command | CommandGroup, ctx, formatter) -> None:
     """Write a command's usage, description, arguments, options by panel, and subcommands."""
     command.format_usage(ctx, formatter)
     command.format_help_text(ctx, formatter)
@@ -165,7 +177,7 @@ def write_help(command: TyperCommand | TyperGroup, ctx, formatter) -> None:
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
-def panels_of(command: TyperCommand | TyperGroup, ctx) -> dict[str, list[tuple[str, str]]]:
+def panels_of(command: Command | CommandGroup, ctx) -> dict[str, list[tuple[str, str]]]:
     """(names, description) of arguments, options and subcommands by panel; "Options" comes last."""
     panels: dict[str, list[tuple[str, str]]] = {}
     for param in command.get_params(ctx):
@@ -177,11 +189,10 @@ def panels_of(command: TyperCommand | TyperGroup, ctx) -> dict[str, list[tuple[s
             r"\[default: \((.*?)\)(;.*)?\]$", r"[default: \1\2]", " ".join(record[1].split())
         )
         panels.setdefault(panel, []).append((option_names(param), description))
-    if isinstance(command, TyperGroup):
-        for name in command.list_commands(ctx):
-            subcommand = command.get_command(ctx, name)
-            description = "" if subcommand is None else subcommand.get_short_help_str(1000)
-            panels.setdefault("Commands", []).append((name, description))
+    if isinstance(command, CommandGroup):
+        panels["Commands"] = [
+            (name, command.summary(ctx, name)) for name in command.list_commands(ctx)
+        ]
     return {panel: panels[panel] for panel in sorted(panels, key=lambda name: name == "Options")}
 
 

@@ -174,7 +174,9 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
         for prompt in prepared.engine_requests:
             request_id = str(next(llm.ids))
             requests.append(
-                llm.engine.add(request_id, prompt.tokens, prompt.params, prompt.text, prompt.terms)
+                llm.engine.add(
+                    request_id, prompt.tokens, prompt.params, prompt.text, prompt.request_options
+                )
             )
     except RequestError as error:
         for request in requests:

@@ -69,14 +69,14 @@ def file_stamp(folder: Path) -> tuple[Any, ...]:
 
 
 def with_adapter(
-    terms: RequestOptions, store: AdapterStore | None, request: LoRARequest | None
+    request_options: RequestOptions, store: AdapterStore | None, request: LoRARequest | None
 ) -> RequestOptions:
-    """Return the terms of a request with its adapter."""
+    """Return the options of a request with its adapter."""
     if request is None:
-        return terms
+        return request_options
     if store is None:
         raise RequestError("lora_request", NO_ADAPTERS)
     try:
-        return replace(terms, adapter=store.get(request))
+        return replace(request_options, adapter=store.get(request))
     except ModelError as error:
         raise RequestError("lora_request", f"names {request.lora_name!r}: {error}") from None

@@ -34,7 +34,7 @@ class EngineRequest(NamedTuple):
     tokens: list[int]
     params: SamplingParams
     text: str | None = None
-    terms: RequestOptions = PLAIN
+    request_options: RequestOptions = PLAIN
     pooling: Pooling | None = None  # set if hidden states are wanted instead of tokens
     second_start: int = FAR  # where the second text of a pair starts
 
@@ -133,15 +133,17 @@ class AsyncLLM:
         `sampling_params.output_kind` determines the contents of each result.
         """
         self.engine.lifecycle.check_process()
-        text, tokens, terms = await asyncio.to_thread(
+        text, tokens, request_options = await asyncio.to_thread(
             parse_prompt, prompt, self.engine.tokenizer, priority
         )
-        terms = await asyncio.to_thread(with_adapter, terms, self.engine.adapters, lora_request)
+        request_options = await asyncio.to_thread(
+            with_adapter, request_options, self.engine.adapters, lora_request
+        )
         name = f"request-{next(self.ids)}" if request_id is None else request_id
         params = sampling_params or self.get_default_sampling_params()
         kind = getattr(params, "output_kind", None)  # the engine refuses other types
         read = Request.delta if kind is RequestOutputKind.DELTA else Request.output
-        requests = [EngineRequest(tokens, params, text, terms)]
+        requests = [EngineRequest(tokens, params, text, request_options)]
         answers = await self.ask(
             [name], requests, read, at_end=kind is RequestOutputKind.FINAL_ONLY
         )
@@ -206,12 +208,12 @@ class AsyncLLM:
     ) -> list[Search]:
         """Run the beam search of each prompt; every step computes what all beams need."""
         tokens = [ask.tokens for ask in asks]
-        terms = [ask.terms for ask in asks]
-        searches = await self.call(lambda: begin(self.engine, tokens, params, terms))
+        request_options = [ask.request_options for ask in asks]
+        searches = await self.call(lambda: begin(self.engine, tokens, params, request_options))
         step_params = next_token(params)
         step = 0
         while beam_asks := [
-            EngineRequest(beam, step_params, None, beam_search.terms)
+            EngineRequest(beam, step_params, None, beam_search.request_options)
             for beam_search in searches
             for beam in beam_search.asked()
         ]:
@@ -231,7 +233,13 @@ class AsyncLLM:
     def add(self, name: str, ask: EngineRequest) -> Request:
         """Queue one prompt, in the engine's thread."""
         return self.engine.add(
-            name, ask.tokens, ask.params, ask.text, ask.terms, ask.pooling, ask.second_start
+            name,
+            ask.tokens,
+            ask.params,
+            ask.text,
+            ask.request_options,
+            ask.pooling,
+            ask.second_start,
         )
 
     async def call(self, job: Callable[[], Any]) -> Any:

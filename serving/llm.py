@@ -44,8 +44,8 @@ from .request.request import Request
 from .search import Reward, SearchOutput, SearchParams, is_chat
 from .search import search as search_answers
 
-TERMS = tuple(declarations(RequestOptions))
-PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
+REQUEST_OPTIONS = tuple(declarations(RequestOptions))
+PROMPT_KEYS = ("prompt", "prompt_token_ids", *REQUEST_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ class LLM:
         """
         parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in prompt_list(prompts)]
         tokens = [tokens for _, tokens, _ in parsed]
-        terms = [terms for *_, terms in parsed]
-        return search(self.engine, tokens, params, terms, self.turn, concurrency_limit)
+        request_options = [options for *_, options in parsed]
+        return search(self.engine, tokens, params, request_options, self.turn, concurrency_limit)
 
     def embed(
         self,
@@ -478,11 +478,11 @@ class LLM:
         adapter: LoRARequest | None = None,
     ) -> Request:
         """Queue one prompt."""
-        text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer, priority)
-        terms = with_adapter(terms, self.engine.adapters, adapter)
+        text, tokens, request_options = parse_prompt(prompt, self.engine.tokenizer, priority)
+        request_options = with_adapter(request_options, self.engine.adapters, adapter)
         with self.turn():
             request = self.engine.add(
-                str(next(self.ids)), tokens, params, text, terms, pooling, second_start
+                str(next(self.ids)), tokens, params, text, request_options, pooling, second_start
             )
             if batch is not None:
                 request.watched = False
@@ -538,8 +538,8 @@ def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> lis
 def parse_prompt(
     prompt: Prompt, tokenizer: Tokenizer | None, priority: int | None = None
 ) -> tuple[str | None, list[int], RequestOptions]:
-    """Return (text or None, token ids, terms) of a prompt given as text, as ids or as a dict."""
-    terms = PLAIN if priority is None else RequestOptions(priority=priority)
+    """Return (text or None, token ids, request options) of a prompt given as text, as ids or as a dict."""
+    request_options = PLAIN if priority is None else RequestOptions(priority=priority)
     if isinstance(prompt, Mapping):
         if unknown := set(prompt) - set(PROMPT_KEYS):
             raise RequestError(
@@ -551,9 +551,11 @@ def parse_prompt(
             raise RequestError(
                 "priority", "is given with the prompt and beside it; leave one of them out"
             )
-        terms = replace(terms, **{key: prompt[key] for key in TERMS if key in prompt})
+        request_options = replace(
+            request_options, **{key: prompt[key] for key in REQUEST_OPTIONS if key in prompt}
+        )
         if tokens is not None:
-            return text, list(tokens), terms
+            return text, list(tokens), request_options
         prompt = cast(Prompt, text)
     if isinstance(prompt, str):
         if not prompt:
@@ -563,11 +565,11 @@ def parse_prompt(
                 "prompt", "is text, and skip_tokenizer_init is set; give prompt_token_ids"
             )
         try:
-            return prompt, tokenizer.encode(prompt), terms
+            return prompt, tokenizer.encode(prompt), request_options
         except PromptError as error:
             raise RequestError("prompt", str(error)) from None
     if prompt is None or isinstance(prompt, (bytes, int, float)):
         raise RequestError(
             "prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}"
         )
-    return None, cast(list[int], list(prompt)), terms
+    return None, cast(list[int], list(prompt)), request_options

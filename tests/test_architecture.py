@@ -146,7 +146,7 @@ def imports(path: Path) -> tuple[tuple[int, str], ...]:
 
 
 def tables() -> Iterator[tuple[Path, str, dict[str, str]]]:
-    """Every module-level dict of names to relative modules."""
+    """Every module-level dict of names to relative modules, or to tuples that begin with one."""
     for path in FILES:
         for node in parse(path).body:
             if not (
@@ -159,8 +159,12 @@ def tables() -> Iterator[tuple[Path, str, dict[str, str]]]:
                 value = ast.literal_eval(node.value)
             except ValueError:
                 continue
-            if all(isinstance(item, str) and item.startswith(".") for item in value.values()):
-                yield path, node.targets[0].id, value  # type: ignore[attr-defined]
+            modules = {
+                key: item[0] if isinstance(item, tuple) and item else item
+                for key, item in value.items()
+            }
+            if all(isinstance(item, str) and item.startswith(".") for item in modules.values()):
+                yield path, node.targets[0].id, modules  # type: ignore[attr-defined]
 
 
 def relative_path(path: Path) -> str:
@@ -439,7 +443,7 @@ def test_importing_quire_loads_no_heavy_library():
     instant.
     """
     code = (
-        "import sys, importlib, quire\nfrom quire.__main__ import COMMANDS\nfor module in "
+        "import sys, importlib, quire\nfrom quire.__main__ import COMMANDS\nfor module, _ in "
         "COMMANDS.values(): importlib.import_module(module, 'quire')\nheavy = {'jax', 'numpy', "
         "'flax', 'tokenizers', 'huggingface_hub', 'safetensors'} & set(sys.modules)\nsys.exit(', "
         "'.join(sorted(heavy)) or 0)"

@@ -3,9 +3,8 @@
 import re
 
 import typer
-from typer.core import TyperGroup
 
-from ..command import SETTINGS, Command, write_help
+from ..command import SETTINGS, Command, CommandGroup
 from . import host, latency, serve, simulate, startup, step, throughput
 
 MULTI_VALUE_OPTIONS = {  # options that accept several values -> regular expression of a value
@@ -41,14 +40,9 @@ def repeat_options(arguments: list[str]) -> list[str]:
     return expanded
 
 
-class BenchCommands(TyperGroup):
-    def format_help(self, ctx, formatter) -> None:
-        write_help(self, ctx, formatter)
-
-
 app = typer.Typer(
     name="bench",
-    cls=BenchCommands,
+    cls=CommandGroup,
     add_completion=False,
     invoke_without_command=True,
     context_settings=SETTINGS,

@@ -24,8 +24,8 @@ from ...model.draft_heads import DraftHeads, DraftHeadsWeights
 from ...model.weights import ModelWeights
 from ...ops.linear import rows
 from .answers import Answers, Rows, batches, load, pack, read_prompts, split_rows, write
-from .beginning import check_kind, first_weights, new_heads, with_dtype
-from .lesson import judge, loss_of
+from .initial_heads import check_kind, first_weights, new_heads, with_dtype
+from .loss import mean_loss, score_drafts
 from .settings import Settings
 
 GLANCE = 8  # batches of held-out answers to evaluate at a checkpoint; at the end, all
@@ -150,7 +150,7 @@ class Session:
         places = self.heads.count if s.kind == "medusa" else s.places
         train = make_step(self.heads, config, tx, places)
         score_batch = jax.jit(
-            lambda head_weights, weights, batch: judge(
+            lambda head_weights, weights, batch: score_drafts(
                 self.heads, head_weights, weights, config, batch, places + 1
             )
         )
@@ -277,8 +277,10 @@ def optimizer(s: Settings) -> optax.GradientTransformation:
 def make_step(heads: DraftHeads, config: ModelConfig, tx, places: int) -> Callable[..., Any]:
     def step(state, tokens_U, weights, batch: Rows):
         def loss(head_weights):
-            return loss_of(
-                judge(heads, cast(heads, head_weights, tokens_U), weights, config, batch, places)
+            return mean_loss(
+                score_drafts(
+                    heads, cast(heads, head_weights, tokens_U), weights, config, batch, places
+                )
             )
 
         value, gradient = jax.value_and_grad(loss)(state["own"])

@@ -110,7 +110,7 @@ class Admission:
         tokens: list[int],
         params: SamplingParams,
         prompt: str | None,
-        terms: RequestOptions,
+        request_options: RequestOptions,
         pooling: Pooling | None,
         second: int,
         now: float,
@@ -129,19 +129,19 @@ class Admission:
             if params.seed is None
             else params.seed & ((1 << 64) - 1)
         )
-        rank = queue_priority(terms.priority, now)
+        rank = queue_priority(request_options.priority, now)
         pooling = "last" if pooling and config.encodes else pooling  # the step itself has pooled
         sequences = sequences_of(tokens, params, self.max_total_tokens, rank, eos, base)
         needs_host_tokens = self.needs_host_tokens or any(len(word) > 1 for word in bad_words)
         for seq, constraint in zip(sequences, constraints, strict=True):
             seq.tenant, seq.cache.salt, seq.adapter = (
-                terms.share_key,
-                terms.cache_salt,
-                terms.adapter,
+                request_options.share_key,
+                request_options.cache_salt,
+                request_options.adapter,
             )
             # pages that were computed with one adapter are of no use to another
             if seq.adapter is not None:
-                seq.cache.salt = seq.adapter.key, terms.cache_salt
+                seq.cache.salt = seq.adapter.key, request_options.cache_salt
             seq.bad_words = bad_words
             seq.constraint = constraint
             seq.second = second

@@ -59,7 +59,7 @@ class Search:
     """The running search of one prompt."""
 
     prompt: list[int]
-    terms: RequestOptions
+    request_options: RequestOptions
     params: BeamSearchParams
     limit: int  # tokens that may follow
     eos: frozenset[int]
@@ -109,7 +109,7 @@ def search(
     engine: Engine,
     prompts: Seq[Seq[int]],
     params: BeamSearchParams,
-    terms: Seq[RequestOptions] | None = None,
+    request_options: Seq[RequestOptions] | None = None,
     turn: Callable[[], AbstractContextManager] = nullcontext,
     most: int | None = None,
 ) -> list[BeamSearchOutput]:
@@ -119,7 +119,12 @@ def search(
         if most is None
         else integer("concurrency_limit", most, 1, INT32_MAX, " or None")
     )
-    searches = begin(engine, prompts, params, [PLAIN] * len(prompts) if terms is None else terms)
+    searches = begin(
+        engine,
+        prompts,
+        params,
+        [PLAIN] * len(prompts) if request_options is None else request_options,
+    )
     for at in range(0, len(searches), together):
         search_together(engine, searches[at : at + together], next_token(params), turn)
     return [
@@ -129,10 +134,13 @@ def search(
 
 
 def begin(
-    engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[RequestOptions]
+    engine: Engine,
+    prompts: Seq[Seq[int]],
+    params: BeamSearchParams,
+    request_options: Seq[RequestOptions],
 ) -> list[Search]:
     """Make a search for each prompt; unservable ones are refused before anything is computed."""
-    if any(request_options.timeout is not None for request_options in terms):
+    if any(options.timeout is not None for options in request_options):
         raise RequestError(
             "timeout", "is not kept by a beam search; leave it out and choose max_tokens"
         )
@@ -144,12 +152,12 @@ def begin(
     return [
         Search(
             list(prompt),
-            request_options,
+            options,
             params,
             min(params.max_tokens, engine.max_len - len(prompt)),
             eos,
         )
-        for prompt, request_options in zip(prompts, terms, strict=True)
+        for prompt, options in zip(prompts, request_options, strict=True)
     ]
 
 
@@ -171,7 +179,9 @@ def search_together(
     turn: Callable[[], AbstractContextManager],
 ) -> None:
     """Extend all live beams of all prompts in one batch, until none is live."""
-    while prompts := [(tokens, search.terms) for search in searches for tokens in search.asked()]:
+    while prompts := [
+        (tokens, search.request_options) for search in searches for tokens in search.asked()
+    ]:
         with turn():
             answers = iter(ask(engine, prompts, params))
         for search in searches:
@@ -192,9 +202,14 @@ def ask(
     """The most likely next tokens of each prompt, with log-probabilities."""
     requests: list[Request] = []
     try:
-        for tokens, terms in prompts:
+        for tokens, request_options in prompts:
             requests.append(
-                engine.add(f"beam-{id(prompts)}-{len(requests)}", tokens, params, terms=terms)
+                engine.add(
+                    f"beam-{id(prompts)}-{len(requests)}",
+                    tokens,
+                    params,
+                    request_options=request_options,
+                )
             )
         while not all(request.finished for request in requests):
             engine.step()

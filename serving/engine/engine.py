@@ -90,7 +90,7 @@ class Engine:
         tokens: list[int],
         params: SamplingParams,
         prompt: str | None = None,
-        terms: RequestOptions = PLAIN,
+        request_options: RequestOptions = PLAIN,
         pooling: Pooling | None = None,
         second: int = FAR,
     ) -> Request:
@@ -102,12 +102,12 @@ class Engine:
         self.lifecycle.check_serving()
         if request_id in self.requests:
             # the server puts a tenant before its ids
-            client_id = request_id.removeprefix(f"{terms.share_key}/")
+            client_id = request_id.removeprefix(f"{request_options.share_key}/")
             raise RequestError(
                 "request_id", f"{client_id!r} is being served already; ids must differ"
             )
         self.admission.check(tokens, params, pooling is not None)
-        if terms.adapter is not None and self.adapters is None:
+        if request_options.adapter is not None and self.adapters is None:
             raise RequestError("lora_request", NO_ADAPTERS)
         if (
             self.max_queued is not None
@@ -119,15 +119,15 @@ class Engine:
             )
         now = self.clock()
         request = self.admission.make_request(
-            request_id, tokens, params, prompt, terms, pooling, second, now
+            request_id, tokens, params, prompt, request_options, pooling, second, now
         )
         self.requests[request_id] = request
         if self.speculator is not None:
             for seq in request.sequences:
                 self.speculator.add(seq)
         self.scheduler.add(*request.sequences)
-        if terms.timeout is not None:
-            self.deadlines.add(now + terms.timeout, request, len(self.requests))
+        if request_options.timeout is not None:
+            self.deadlines.add(now + request_options.timeout, request, len(self.requests))
         return request
 
     def step(self, launches: bool = True) -> list[Request]:

@@ -367,8 +367,13 @@ class Batches:
     async def answer(self, request: Request, batch: Batch, line: BatchLine) -> Outcome:
         if isinstance(line.request, RequestError):
             return Outcome("errored", error=as_http(line.request))
-        terms = line.request.terms
-        parsed = replace(line.request, terms=replace(terms, priority=max(terms.priority, PRIORITY)))
+        request_options = line.request.request_options
+        parsed = replace(
+            line.request,
+            request_options=replace(
+                request_options, priority=max(request_options.priority, PRIORITY)
+            ),
+        )
         start_time = time.monotonic()
         failure = None
         try:

@@ -162,7 +162,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
         "top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.shape.num_logprobs
     )
     tokens = truncate_prompt(tokens, request, params, engine)
-    ask = EngineRequest(tokens, params, text, request.terms)
+    ask = EngineRequest(tokens, params, text, request.request_options)
     return Prepared(
         [ask],
         [AnsweredPrompt(text, tokens, applied=applied_edits)],
@@ -328,7 +328,7 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
         if request.suffix:
             text = None
             tokens = infill_tokens(engine, request, tokens)
-        engine_requests.append(EngineRequest(tokens, request.params, text, request.terms))
+        engine_requests.append(EngineRequest(tokens, request.params, text, request.request_options))
         if request.echo and (text is None or request.truncate_prompt_tokens is not None):
             tokenizer = require_tokenizer(engine)
             vocabulary = engine.config.vocab_size

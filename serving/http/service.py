@@ -242,17 +242,20 @@ class Service:
             name, model, created or int(time.time()), f"quire-{self.settings.version}", prompts
         )
 
-    def tenant_terms(self, terms: RequestOptions, key: str | None) -> RequestOptions:
+    def tenant_options(self, request_options: RequestOptions, key: str | None) -> RequestOptions:
         """Add the server's time limit, and separate the tenants' prefix caches and queue shares."""
         max_seconds = self.settings.request_seconds
-        if max_seconds is not None and (terms.timeout or 0) > max_seconds:
+        if max_seconds is not None and (request_options.timeout or 0) > max_seconds:
             raise RequestError(
-                "timeout", f"must be at most {max_seconds:g} seconds here, got {terms.timeout:g}"
+                "timeout",
+                f"must be at most {max_seconds:g} seconds here, got {request_options.timeout:g}",
             )
-        terms = replace(terms, timeout=terms.timeout or max_seconds)
+        request_options = replace(request_options, timeout=request_options.timeout or max_seconds)
         if key is None:
-            return terms
-        return replace(terms, cache_salt=f"{key} {terms.cache_salt or ''}", share_key=key)
+            return request_options
+        return replace(
+            request_options, cache_salt=f"{key} {request_options.cache_salt or ''}", share_key=key
+        )
 
     def server_delivery(self, delivery: Delivery) -> Delivery:
         """Delivery options with the usage and metrics that the server's settings add."""
@@ -262,18 +265,20 @@ class Service:
         return replace(delivery, include_usage=True, continuous_usage=True)
 
     async def terms_with_adapter(
-        self, model: Model, name: str | None, terms: RequestOptions
+        self, model: Model, name: str | None, request_options: RequestOptions
     ) -> RequestOptions:
         """Options with the adapter called `name`, if it is not the model itself.
 
         The adapter is loaded again if host memory has dropped it.
         """
         if name is None or name in model.names:
-            return terms
+            return request_options
         if (adapter := model.adapters.get(name)) is None:  # unloaded while the model woke up
             raise self.models.unknown(name)
         try:
-            return await self.run_in_thread(with_adapter, terms, model.llm.engine.adapters, adapter)
+            return await self.run_in_thread(
+                with_adapter, request_options, model.llm.engine.adapters, adapter
+            )
         except RequestError as error:
             log.error("adapter %s: %s", name, error)
             reason = f"adapter {name} cannot be read; the server's log says why"
@@ -288,24 +293,27 @@ class Service:
         """Answer a parsed request: a JsonResponse or an EventStream."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.open_request())
-            terms = self.tenant_terms(parsed.terms, self.key(request))
+            request_options = self.tenant_options(parsed.request_options, self.key(request))
             began = time.monotonic()
             try:
-                async with asyncio.timeout(terms.timeout):
+                async with asyncio.timeout(request_options.timeout):
                     model = await stack.enter_async_context(self.models.use(parsed.model))
             except TimeoutError:
                 raise HttpError(
                     408, "timeout: the time was over before the model was awake", "timeout"
                 ) from None
-            if terms.timeout is not None:
-                seconds_left = terms.timeout - (time.monotonic() - began)
-                terms = replace(terms, timeout=max(seconds_left, 1e-3))
+            if request_options.timeout is not None:
+                seconds_left = request_options.timeout - (time.monotonic() - began)
+                request_options = replace(request_options, timeout=max(seconds_left, 1e-3))
             engine = model.llm.engine
             defaults = engine.chat_defaults if protocol.uses_chat_defaults else engine.defaults
             params = with_defaults(parsed.params, parsed.explicit_params, defaults)
-            terms = await self.terms_with_adapter(model, parsed.model, terms)
+            request_options = await self.terms_with_adapter(model, parsed.model, request_options)
             parsed = replace(
-                parsed, params=params, terms=terms, delivery=self.server_delivery(parsed.delivery)
+                parsed,
+                params=params,
+                request_options=request_options,
+                delivery=self.server_delivery(parsed.delivery),
             )
             try:
                 prepared = await self.run_in_thread(
@@ -424,14 +432,15 @@ class Service:
             length_penalty=parsed.length_penalty,
         )
         engine_requests = [
-            ask._replace(terms=replace(ask.terms, timeout=None)) for ask in prepared.engine_requests
+            ask._replace(request_options=replace(ask.request_options, timeout=None))
+            for ask in prepared.engine_requests
         ]
         search_task = asyncio.create_task(
             llm.beams(self.engine_id(request, head.id), engine_requests, beams)
         )
         disconnect_task = asyncio.create_task(wait_for_disconnect(request.receive))
         try:
-            timeout = parsed.terms.timeout
+            timeout = parsed.request_options.timeout
             done, _ = await asyncio.wait(
                 (search_task, disconnect_task), timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )

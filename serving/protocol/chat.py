@@ -14,8 +14,8 @@ from .fields import (
     ABSENT,
     BEAMS,
     DELIVERY,
+    REQUEST_OPTIONS,
     TEMPLATE,
-    TERMS,
     TRUNCATION,
     VLLM_ONLY,
     answer_grammar,
@@ -62,7 +62,7 @@ FIELDS = (
     *SAMPLING_FIELDS,
     *BEAMS,
     *DELIVERY,
-    *TERMS,
+    *REQUEST_OPTIONS,
     *LABELS,
 )
 BATCH_FIELDS = tuple(name for name in FIELDS if name not in ("stream", "stream_options"))

@@ -11,7 +11,7 @@ from ..api.params import PLAIN, RequestOptions
 from ..api.validation import INT32_MAX, integer, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ResponseHead, Usage
-from .fields import TERMS, known_fields, parse_terms
+from .fields import REQUEST_OPTIONS, known_fields, parse_request_options
 from .objects import join_texts, parse_list, parse_object
 from .pooling import MAX_DIMENSIONS, MAX_PROMPTS
 
@@ -24,7 +24,7 @@ FIELDS = (
     "output_dimension",
     "max_tokens",
     "truncate",
-    *TERMS,
+    *REQUEST_OPTIONS,
 )
 REFUSED = {"images": "cannot be read here; leave it out"}
 # The use of the texts; it selects a prompt of the model, if the model has one for it.
@@ -45,7 +45,7 @@ class EmbedRequest:
 
     texts: list[str]
     model: str | None = None
-    terms: RequestOptions = PLAIN
+    request_options: RequestOptions = PLAIN
     input_type: str | None = None
     embedding_types: Sequence[str] = ("float",)
     dimensions: int | None = None
@@ -64,7 +64,7 @@ def parse(body: Any) -> EmbedRequest:
     return EmbedRequest(
         parse_texts(fields),
         fields.get("model"),
-        parse_terms(fields),
+        parse_request_options(fields),
         None
         if "input_type" not in fields
         else check_choice("input_type", fields["input_type"], INPUT_TYPES),

@@ -12,7 +12,7 @@ from .fields import (
     BEAMS,
     DELIVERY,
     LABELS,
-    TERMS,
+    REQUEST_OPTIONS,
     TRUNCATION,
     VLLM_ONLY,
     known_fields,
@@ -26,7 +26,7 @@ from .fields import (
 SAMPLING_FIELDS = sampling_fields("completions")
 FIELDS = (
     "model", "prompt", "suffix", "echo", "response_format", "add_special_tokens",
-    *TRUNCATION, *SAMPLING_FIELDS, *BEAMS, *DELIVERY, *TERMS, *LABELS,
+    *TRUNCATION, *SAMPLING_FIELDS, *BEAMS, *DELIVERY, *REQUEST_OPTIONS, *LABELS,
 )  # fmt: skip
 MAX_PROMPTS = 2048  # in one request
 

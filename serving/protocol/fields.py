@@ -31,7 +31,7 @@ DELIVERY = (
     "request_id",
 )
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_drafted")
-TERMS = tuple(
+REQUEST_OPTIONS = tuple(
     name for name, declaration in declarations(RequestOptions).items() if declaration.endpoints
 )
 TEMPLATE = (
@@ -188,9 +188,9 @@ def is_plain(name: str) -> bool:
     return name.isascii() and all(character.isalnum() or character in "-_.:" for character in name)
 
 
-def parse_terms(fields: Mapping[str, Any]) -> RequestOptions:
+def parse_request_options(fields: Mapping[str, Any]) -> RequestOptions:
     """Parse the options that concern scheduling and caching, such as `priority` and `timeout`."""
-    return RequestOptions(**{name: fields[name] for name in TERMS if name in fields})
+    return RequestOptions(**{name: fields[name] for name in REQUEST_OPTIONS if name in fields})
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def parse_common_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `ChatRequest` and `CompletionRequest` that all protocols parse alike."""
     return {
         "model": fields.get("model"),
-        "terms": parse_terms(fields),
+        "request_options": parse_request_options(fields),
         "delivery": parse_delivery(fields),
         **parse_truncation(fields),
     }

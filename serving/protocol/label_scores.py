@@ -10,7 +10,7 @@ from ..api.params import MAX_WANTED, PLAIN, RequestOptions
 from ..api.validation import INT32_MAX, boolean, items, shown, token_ids
 from ..api.validation import unicode_text as unicode
 from .completion import MAX_PROMPTS
-from .fields import LABELS, TERMS, known_fields, parse_terms
+from .fields import LABELS, REQUEST_OPTIONS, known_fields, parse_request_options
 
 FIELDS = (
     "model",
@@ -20,7 +20,7 @@ FIELDS = (
     "apply_softmax",
     "item_first",
     "add_special_tokens",
-    *TERMS,
+    *REQUEST_OPTIONS,
     *LABELS,
 )
 
@@ -33,7 +33,7 @@ class LabelRequest:
     items: list[str | list[int]]
     labels: tuple[int, ...]
     model: str | None = None
-    terms: RequestOptions = PLAIN
+    request_options: RequestOptions = PLAIN
     apply_softmax: bool = True  # the labels' probabilities add up to 1
     item_first: bool = False
     add_special_tokens: bool = True
@@ -62,7 +62,7 @@ def parse(body: Any) -> LabelRequest:
         [text_or_tokens(f"items[{i}]", item) for i, item in enumerate(texts)],
         labels,
         fields.get("model"),
-        parse_terms(fields),
+        parse_request_options(fields),
         **flags,
     )
 

@@ -12,7 +12,7 @@ from .context import parse_edits
 from .conversation import Conversation
 from .fields import (
     ABSENT,
-    TERMS,
+    REQUEST_OPTIONS,
     TRUNCATION,
     answer_grammar,
     known_fields,
@@ -44,7 +44,14 @@ COUNT_FIELDS = (  # fields that concern the prompt
     *TRUNCATION,
     *LABELS,
 )
-FIELDS = (*COUNT_FIELDS, "stop_sequences", "stream", "request_id", *SAMPLING_FIELDS, *TERMS)
+FIELDS = (
+    *COUNT_FIELDS,
+    "stop_sequences",
+    "stream",
+    "request_id",
+    *SAMPLING_FIELDS,
+    *REQUEST_OPTIONS,
+)
 NEUTRAL = {"mcp_servers": [], "n": 1, "echo": False, "return_token_ids": False, "speed": "standard"}
 REFUSED = {
     **dict.fromkeys(("container", "diagnostics", "inference_geo"), ABSENT),

@@ -12,7 +12,14 @@ from ..api.validation import boolean, integer, items, refuse_unknown, shown
 from ..api.validation import unicode_text as unicode
 from .answers.answer import ResponseHead, Usage
 from .completion import MAX_PROMPTS, parse_prompts
-from .fields import LABELS, TERMS, TRUNCATION, known_fields, parse_terms, parse_truncation
+from .fields import (
+    LABELS,
+    REQUEST_OPTIONS,
+    TRUNCATION,
+    known_fields,
+    parse_request_options,
+    parse_truncation,
+)
 
 EMBEDDINGS = (
     "model",
@@ -21,16 +28,21 @@ EMBEDDINGS = (
     "dimensions",
     "add_special_tokens",
     *TRUNCATION,
-    *TERMS,
+    *REQUEST_OPTIONS,
     *LABELS,
 )
 POOLING = (*EMBEDDINGS, "task")
 TASKS = ("embed", "classify")
-CLASSIFY = ("model", "input", "add_special_tokens", *TRUNCATION, *TERMS, *LABELS)
+CLASSIFY = ("model", "input", "add_special_tokens", *TRUNCATION, *REQUEST_OPTIONS, *LABELS)
 # Field names of the text pairs of /score. Documents and queries are scored as by /rerank.
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("documents", "queries"), ("items", "queries"))
-SCORE = ("model", *dict.fromkeys(name for pair in SIDES for name in pair), *TERMS, *LABELS)
-RERANK = ("model", "query", "documents", "top_n", "return_documents", *TERMS, *LABELS)
+SCORE = (
+    "model",
+    *dict.fromkeys(name for pair in SIDES for name in pair),
+    *REQUEST_OPTIONS,
+    *LABELS,
+)
+RERANK = ("model", "query", "documents", "top_n", "return_documents", *REQUEST_OPTIONS, *LABELS)
 MAX_DIMENSIONS = 65_536
 
 
@@ -40,7 +52,7 @@ class EmbeddingRequest:
 
     prompts: list[str | list[int]]
     model: str | None = None
-    terms: RequestOptions = PLAIN
+    request_options: RequestOptions = PLAIN
     encoding_format: str = "float"
     dimensions: int | None = None
     add_special_tokens: bool = True
@@ -55,7 +67,7 @@ class ScoreRequest:
 
     pairs: list[tuple[str, str]]
     model: str | None = None
-    terms: RequestOptions = PLAIN
+    request_options: RequestOptions = PLAIN
     # A generative model scores the query after the document, and not the document after the query.
     ranks: bool = False
 
@@ -92,7 +104,7 @@ def make_embedding_request(fields: Mapping[str, Any]) -> EmbeddingRequest:
     return EmbeddingRequest(
         parse_prompts(fields.get("input"), "input"),
         fields.get("model"),
-        parse_terms(fields),
+        parse_request_options(fields),
         form,
         None if dimensions is None else integer("dimensions", dimensions, 1, MAX_DIMENSIONS),
         boolean("add_special_tokens", fields.get("add_special_tokens", True)),
@@ -122,7 +134,9 @@ def parse_score(body: Any) -> ScoreRequest:
         message = f"must be as many texts as {first_name}, or {first_name} a single one"
         raise RequestError(second_name, f"{message}; got {len(documents)} and {len(queries)}")
     pairs = list(zip(queries, documents, strict=True))
-    return ScoreRequest(pairs, fields.get("model"), parse_terms(fields), names[1] == "queries")
+    return ScoreRequest(
+        pairs, fields.get("model"), parse_request_options(fields), names[1] == "queries"
+    )
 
 
 def parse_rerank(body: Any) -> RerankRequest:
@@ -136,7 +150,7 @@ def parse_rerank(body: Any) -> RerankRequest:
     return_documents = boolean("return_documents", fields.get("return_documents", True))
     pairs = [(query, text) for text in documents]
     return RerankRequest(
-        pairs, fields.get("model"), parse_terms(fields), True, top_n, return_documents
+        pairs, fields.get("model"), parse_request_options(fields), True, top_n, return_documents
     )
 
 

@@ -13,7 +13,7 @@ from .chat import MAX_MESSAGES, read_arguments
 from .conversation import Conversation
 from .fields import (
     ABSENT,
-    TERMS,
+    REQUEST_OPTIONS,
     TRUNCATION,
     answer_grammar,
     known_fields,
@@ -57,7 +57,7 @@ FIELDS = (
     RAW,
     *TRUNCATION,
     *SAMPLING_FIELDS,
-    *TERMS,
+    *REQUEST_OPTIONS,
     *LABELS,
 )
 COUNT_FIELDS = (  # fields that concern the prompt

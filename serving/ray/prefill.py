@@ -11,7 +11,7 @@ from ..api.outputs import RequestOutput
 from ..api.params import SamplingParams
 from ..api.prompts import Prompt
 from ..async_llm import AsyncLLM, EngineRequest
-from ..llm import TERMS, parse_prompt
+from ..llm import REQUEST_OPTIONS, parse_prompt
 from .kv_transfer import (
     Handover,
     check_same_identity,
@@ -32,7 +32,9 @@ async def compute_prompt(llm: AsyncLLM, name: str, ask: EngineRequest) -> Handov
     """Compute a prompt and return its pages, without waiting for the device."""
     answers = await llm.ask([name], [ask._replace(params=READ, text=None)], at_end=True)
     await answers.outputs()
-    return await llm.call(lambda: export_pages(llm.engine, ask.tokens, ask.terms.cache_salt))
+    return await llm.call(
+        lambda: export_pages(llm.engine, ask.tokens, ask.request_options.cache_salt)
+    )
 
 
 async def fetch_missing_pages(
@@ -45,7 +47,7 @@ async def fetch_missing_pages(
     if ask.pooling is not None or ask.params.prompt_logprobs is not None:
         return  # every row is needed here
     engine = llm.engine
-    salt = ask.terms.cache_salt
+    salt = ask.request_options.cache_salt
     if (
         await llm.call(lambda: count_missing_tokens(engine, ask.tokens, salt))
         <= MIN_MISSING_PAGES * engine.tables[0].page_size
@@ -79,18 +81,18 @@ class Apart:
         request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Like `AsyncLLM.generate`."""
-        text, tokens, terms = await asyncio.to_thread(
+        text, tokens, request_options = await asyncio.to_thread(
             parse_prompt, prompt, self.writer.engine.tokenizer
         )
         await fetch_missing_pages(
             self.writer,
-            EngineRequest(tokens, sampling_params or SamplingParams(), text, terms),
+            EngineRequest(tokens, sampling_params or SamplingParams(), text, request_options),
             self.read,
         )
         prompt_with_tokens = {
             "prompt": text,
             "prompt_token_ids": tokens,
-            **{name: getattr(terms, name) for name in TERMS},
+            **{name: getattr(request_options, name) for name in REQUEST_OPTIONS},
         }
         async for output in self.writer.generate(prompt_with_tokens, sampling_params, request_id):
             yield output

@@ -93,10 +93,12 @@ class Replica:
         """Compute a prompt on a prefill replica; after a failure, prompts are computed here for a
         while.
         """
-        prefix = token_prefix(ask.tokens, ask.terms.cache_salt)
+        prefix = token_prefix(ask.tokens, ask.request_options.cache_salt)
         try:
             async with asyncio.timeout(READING):
-                return await self.reader.read.remote(PromptToRead(prefix, ask.tokens, ask.terms))
+                return await self.reader.read.remote(
+                    PromptToRead(prefix, ask.tokens, ask.request_options)
+                )
         except Exception:
             self.resumes = time.monotonic() + PAUSE
             raise
@@ -133,7 +135,7 @@ class PromptToRead:
 
     prefix: tuple[bytes, ...]
     tokens: list[int]
-    terms: RequestOptions
+    request_options: RequestOptions
 
 
 class PrefillReplica:
@@ -149,7 +151,7 @@ class PrefillReplica:
         return require_host_cache(self.llm.engine.tables[0]).identity
 
     async def read(self, prompt: PromptToRead) -> Handover:
-        ask = EngineRequest(prompt.tokens, SamplingParams(), None, prompt.terms)
+        ask = EngineRequest(prompt.tokens, SamplingParams(), None, prompt.request_options)
         handover = await compute_prompt(self.llm, f"read-{next(self.ids)}", ask)
         return await asyncio.to_thread(handover.on_host)
 

@@ -16,7 +16,7 @@ from quire.serving.device.batch import empty, param_arrays
 from quire.serving.device.step_shape import Size, StepShape
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.protocol import chat, completion, messages, responses
-from quire.serving.protocol.fields import TERMS, sampling_fields
+from quire.serving.protocol.fields import REQUEST_OPTIONS, sampling_fields
 from quire.serving.protocol.schema import body_schema
 
 ENDPOINTS = {
@@ -60,9 +60,9 @@ def test_endpoints_accept_declared_parameters(endpoint, name):
 
 
 def test_all_endpoints_accept_request_terms():
-    assert {"cache_salt", "priority", "timeout"} == set(TERMS)
+    assert {"cache_salt", "priority", "timeout"} == set(REQUEST_OPTIONS)
     for module, path in ENDPOINTS.values():
-        assert set(TERMS) <= set(module.FIELDS) and set(TERMS) <= set(
+        assert set(REQUEST_OPTIONS) <= set(module.FIELDS) and set(REQUEST_OPTIONS) <= set(
             body_schema(path)["properties"]
         )
 

@@ -776,7 +776,7 @@ def test_cache_salt_separates_equal_prompts(weights, engine):
     num_cached_tokens = []
     for name, salt in enumerate((None, "a", "b", "a", None)):
         request = engine.add(
-            str(name), list(range(30)), params, terms=RequestOptions(cache_salt=salt)
+            str(name), list(range(30)), params, request_options=RequestOptions(cache_salt=salt)
         )
         while engine.busy:
             engine.step()
@@ -1173,10 +1173,12 @@ def test_queue_orders_by_priority_and_waiting_time(weights, engine):
     engine.step()
     waiting = [engine.add("calm", [5], params)]
     clock.now += 1
-    waiting.append(engine.add("urgent", [6], params, terms=RequestOptions(priority=-1)))
-    waiting.append(engine.add("late", [7], params, terms=RequestOptions(priority=1)))
+    waiting.append(engine.add("urgent", [6], params, request_options=RequestOptions(priority=-1)))
+    waiting.append(engine.add("late", [7], params, request_options=RequestOptions(priority=1)))
     clock.now += 1.5 * POINT
-    waiting.append(engine.add("urgent but new", [8], params, terms=RequestOptions(priority=-1)))
+    waiting.append(
+        engine.add("urgent but new", [8], params, request_options=RequestOptions(priority=-1))
+    )
     assert [seq.request.request_id for seq in engine.scheduler.waiting] == [
         "urgent", "calm", "urgent but new", "late",
     ]  # fmt: skip
@@ -1190,7 +1192,7 @@ def test_lowest_priority_sequence_is_preempted(weights, engine):
     engine.tables[0] = engine.scheduler.replicas[0].table = PageTable((14, 40), 8, CONFIG.windows)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     requests = [
-        engine.add(str(i), [i] * 20, params, terms=RequestOptions(priority=priority))
+        engine.add(str(i), [i] * 20, params, request_options=RequestOptions(priority=priority))
         for i, priority in enumerate((3, -3, 2, -2))
     ]
     while engine.busy:
@@ -1204,10 +1206,10 @@ def test_timeout_ends_a_request_with_its_partial_answer(weights, oracle, engine)
     clock = Clock()
     engine.clock = clock
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    slow = engine.add("slow", [1, 2, 3], params, terms=RequestOptions(timeout=5))
-    patient = engine.add("patient", [4, 5, 6], params, terms=RequestOptions(timeout=500))
+    slow = engine.add("slow", [1, 2, 3], params, request_options=RequestOptions(timeout=5))
+    patient = engine.add("patient", [4, 5, 6], params, request_options=RequestOptions(timeout=500))
     short_requests = [engine.add(str(i), [i], params) for i in range(2)]
-    queued = engine.add("queued", [9], params, terms=RequestOptions(timeout=2))
+    queued = engine.add("queued", [9], params, request_options=RequestOptions(timeout=2))
     for _ in range(8):
         engine.step()
     clock.now += 3
@@ -1231,7 +1233,10 @@ def test_share_keys_get_equal_shares_of_the_queue(weights, engine):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for index in range(100):
         engine.add(
-            f"many {index}", [index % VOCAB] * 10, params, terms=RequestOptions(share_key="many")
+            f"many {index}",
+            [index % VOCAB] * 10,
+            params,
+            request_options=RequestOptions(share_key="many"),
         )
     finished_ids: list[str] = []
 
@@ -1242,7 +1247,7 @@ def test_share_keys_get_equal_shares_of_the_queue(weights, engine):
     for _ in range(5):
         step()
     few_requests = [
-        engine.add(f"few {i}", [i] * 10, params, terms=RequestOptions(share_key="few"))
+        engine.add(f"few {i}", [i] * 10, params, request_options=RequestOptions(share_key="few"))
         for i in range(4)
     ]
     num_finished = len(finished_ids)
@@ -1271,7 +1276,7 @@ def test_full_queue_refuses_requests(weights, engine):
 
 
 @pytest.mark.parametrize(
-    ("terms", "field"),
+    ("request_options", "field"),
     [
         ({"priority": 1.5}, "priority"),
         ({"priority": 10**6}, "priority"),
@@ -1279,6 +1284,6 @@ def test_full_queue_refuses_requests(weights, engine):
         ({"timeout": "1"}, "timeout"),
     ],
 )
-def test_invalid_request_terms_are_refused(terms, field):
+def test_invalid_request_options_are_refused(request_options, field):
     with pytest.raises(RequestError, match=field):
-        RequestOptions(**terms)
+        RequestOptions(**request_options)

@@ -524,13 +524,13 @@ def random_request(
     )
     if params.max_tokens is None:
         params = replace(params, max_tokens=None if rng.random() < 0.3 else 7)
-    terms = RequestOptions(
+    request_options = RequestOptions(
         timeout=rng.choice((0.6, 3, 20)) if rng.random() < 0.2 else None,
         cache_salt=rng.choice((None, "x")),
     )
     if rng.random() < 0.1:
-        return prompt, PARAMS, terms, {"pooling": rng.choice(("last", "mean"))}
-    return prompt, params, terms, {}
+        return prompt, PARAMS, request_options, {"pooling": rng.choice(("last", "mean"))}
+    return prompt, params, request_options, {}
 
 
 def run_random_mix(shared_engine: Engine, seed: int) -> Metrics:
@@ -550,10 +550,15 @@ def run_random_mix(shared_engine: Engine, seed: int) -> Metrics:
     try:
         for index in range(rng.randrange(1, 120)):
             while rng.random() < 0.3:
-                prompt, params, terms, pooling_options = random_request(rng, token)
+                prompt, params, request_options, pooling_options = random_request(rng, token)
                 try:
                     request = engine.add(
-                        f"{index}-{rng.random()}", prompt, params, None, terms, **pooling_options
+                        f"{index}-{rng.random()}",
+                        prompt,
+                        params,
+                        None,
+                        request_options,
+                        **pooling_options,
                     )
                 except RequestError:  # it needs more pages than the pool has
                     continue
@@ -822,9 +827,14 @@ def test_concurrent_reads_are_consistent_and_monotonic(shared_engine):
     thread.start()
     rng = random.Random(1)
     while num_readings[0] < 30 and not errors:
-        prompt, params, terms, pooling_options = random_request(rng, 5)
+        prompt, params, request_options, pooling_options = random_request(rng, 5)
         engine.add(
-            str(rng.random()), prompt, replace(params, max_tokens=5), None, terms, **pooling_options
+            str(rng.random()),
+            prompt,
+            replace(params, max_tokens=5),
+            None,
+            request_options,
+            **pooling_options,
         )
         while engine.busy:
             engine.step()

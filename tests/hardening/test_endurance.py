@@ -63,7 +63,7 @@ def test_aborts_leak_nothing(engine):
                 str(count),
                 tokens,
                 random_params(rng),
-                terms=RequestOptions(share_key=rng.choice((None, "a"))),
+                request_options=RequestOptions(share_key=rng.choice((None, "a"))),
             )
             count += 1
         for _ in range(rng.choice((0, 1, 1, 2, 5))):
@@ -100,7 +100,7 @@ def test_finished_requests_leak_no_memory(engine):
                     str(count),
                     tokens,
                     SamplingParams(max_tokens=2),
-                    terms=RequestOptions(timeout=1000),
+                    request_options=RequestOptions(timeout=1000),
                 )
                 count += 1
             while engine.busy:

@@ -236,9 +236,9 @@ def test_invalid_delivery_and_request_options_are_rejected(parse, fields, messag
 
 @both_endpoints
 def test_terms_and_truncation(parse):
-    assert parse().terms == RequestOptions()
+    assert parse().request_options == RequestOptions()
     request = parse(priority=-3, cache_salt="mine", timeout=1.5, truncate_prompt_tokens=7)
-    assert request.terms == RequestOptions(priority=-3, cache_salt="mine", timeout=1.5)
+    assert request.request_options == RequestOptions(priority=-3, cache_salt="mine", timeout=1.5)
     assert request.truncate_prompt_tokens == 7
     assert parse(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
     assert parse().truncate_prompt_tokens is None

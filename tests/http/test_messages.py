@@ -128,9 +128,9 @@ OTHER_FIELDS: dict[str, tuple[Any, Any]] = {
     ),
     "chat_template": ("{{ x }}", lambda request: "chat_template" in request.template_options),
     "chat_template_kwargs": ({"x": 1}, lambda request: request.template_options.get("x") == 1),
-    "priority": (3, lambda request: request.terms == RequestOptions(priority=3)),
-    "cache_salt": ("s", lambda request: request.terms == RequestOptions(cache_salt="s")),
-    "timeout": (2.5, lambda request: request.terms == RequestOptions(timeout=2.5)),
+    "priority": (3, lambda request: request.request_options == RequestOptions(priority=3)),
+    "cache_salt": ("s", lambda request: request.request_options == RequestOptions(cache_salt="s")),
+    "timeout": (2.5, lambda request: request.request_options == RequestOptions(timeout=2.5)),
 }
 
 

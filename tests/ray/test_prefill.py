@@ -64,8 +64,8 @@ def random_requests(rng: random.Random, count: int) -> list[EngineRequest]:
         params = SamplingParams(
             temperature=index % 2, seed=index, max_tokens=12, ignore_eos=True, logprobs=2
         )
-        terms = RequestOptions(cache_salt=rng.choice((None, "a tenant")))
-        requests.append(EngineRequest(tokens, params, None, terms))
+        request_options = RequestOptions(cache_salt=rng.choice((None, "a tenant")))
+        requests.append(EngineRequest(tokens, params, None, request_options))
     return requests
 
 
@@ -73,7 +73,10 @@ async def generate_outputs(llm, requests: list[EngineRequest]) -> list:
     """Final outputs of all requests, run concurrently."""
 
     async def last(request: EngineRequest):
-        prompt = {"prompt_token_ids": request.tokens, "cache_salt": request.terms.cache_salt}
+        prompt = {
+            "prompt_token_ids": request.tokens,
+            "cache_salt": request.request_options.cache_salt,
+        }
         return [output async for output in llm.generate(prompt, request.params)][-1]
 
     return await asyncio.gather(*map(last, requests))

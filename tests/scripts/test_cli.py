@@ -740,6 +740,9 @@ def test_help_of_every_command(run, command):
     if command is None:
         assert all(name in out for name in COMMANDS)
         assert run() == (0, out, "")
+    else:
+        command_object = typer.main.get_command(app).get_command(None, command)
+        assert COMMANDS[command][1] == command_object.get_short_help_str(1000)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class FakeLLM:
     def __exit__(self, *exception):
         pass
 
-    def add(self, name, tokens, params, text, terms):
+    def add(self, name, tokens, params, text, request_options):
         if text == "too long":
             raise RequestError("prompt", "has 9 tokens; at most 8 fit")
         assert text is None or tokens == list(map(ord, text))

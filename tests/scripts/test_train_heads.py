@@ -27,8 +27,8 @@ from quire.scripts.train_heads.answers import (
     split_rows,
 )
 from quire.scripts.train_heads.attention import attention
-from quire.scripts.train_heads.beginning import first_weights, new_heads
-from quire.scripts.train_heads.lesson import judge, loss_of, passes
+from quire.scripts.train_heads.initial_heads import first_weights, new_heads
+from quire.scripts.train_heads.loss import mean_loss, passes, score_drafts
 from quire.scripts.train_heads.session import Session, split_held_out, with_dense_head
 from quire.scripts.train_heads.settings import Settings
 from quire.sharding.spec import random_arrays
@@ -181,11 +181,11 @@ def test_judge_counts_accepted_greedy_drafts(target, random_answers, kind):
             is_accepted = np.cumprod(greedy_tokens == tokens[anchor + 2 : anchor + 2 + count])
             num_drafted[:count] += 1
             num_accepted[:count] += is_accepted
-    judgements = jax.jit(lambda rows: judge(heads, head_weights, target[1], target[0], rows, 3))(
+    scores = jax.jit(lambda rows: score_drafts(heads, head_weights, target[1], target[0], rows, 3))(
         rows
     )
-    assert [int(judged.num_drafted) for judged in judgements] == num_drafted.tolist()
-    assert [int(judged.num_accepted) for judged in judgements] == num_accepted.tolist()
+    assert [int(score.num_drafted) for score in scores] == num_drafted.tolist()
+    assert [int(score.num_accepted) for score in scores] == num_accepted.tolist()
     assert num_accepted[1] > 0
 
 
@@ -194,7 +194,7 @@ def test_judge_counts_accepted_greedy_drafts(target, random_answers, kind):
 def test_loss_is_the_cross_entropy_with_the_target_distribution(
     target, random_answers, kind, monkeypatch
 ):
-    from quire.scripts.train_heads import lesson
+    from quire.scripts.train_heads import loss
 
     heads, head_weights = random_heads(target, kind)
     rows = pack(random_answers, range(len(random_answers)), LENGTH)
@@ -218,23 +218,21 @@ def test_loss_is_the_cross_entropy_with_the_target_distribution(
                 loss_sums[place] -= float(target_probs @ jax.nn.log_softmax(logits[draft_vocab]))
                 num_drafted[place] += 1
     expected = loss_sums / num_drafted
-    monkeypatch.setattr(lesson, "FEATURES", 0.0)
-    judgements = jax.jit(lambda rows: judge(heads, head_weights, target[1], target[0], rows, 2))(
+    monkeypatch.setattr(loss, "FEATURES", 0.0)
+    scores = jax.jit(lambda rows: score_drafts(heads, head_weights, target[1], target[0], rows, 2))(
         rows
     )
-    np.testing.assert_allclose([float(judged.loss) for judged in judgements], expected, rtol=1e-4)
+    np.testing.assert_allclose([float(score.loss) for score in scores], expected, rtol=1e-4)
     np.testing.assert_allclose(
-        float(loss_of(judgements)), (expected[0] + 0.8 * expected[1]) / 1.8, rtol=1e-4
+        float(mean_loss(scores)), (expected[0] + 0.8 * expected[1]) / 1.8, rtol=1e-4
     )
-    monkeypatch.setattr(lesson, "LOGITS", 5 * V)  # a few rows at a time
-    chunked_judgements = jax.jit(
-        lambda rows: judge(heads, head_weights, target[1], target[0], rows, 2)
+    monkeypatch.setattr(loss, "LOGITS", 5 * V)  # a few rows at a time
+    chunked_scores = jax.jit(
+        lambda rows: score_drafts(heads, head_weights, target[1], target[0], rows, 2)
     )(rows)
-    np.testing.assert_allclose(
-        [float(judged.loss) for judged in chunked_judgements], expected, rtol=1e-4
-    )
-    assert [int(judged.num_accepted) for judged in chunked_judgements] == [
-        int(judged.num_accepted) for judged in judgements
+    np.testing.assert_allclose([float(score.loss) for score in chunked_scores], expected, rtol=1e-4)
+    assert [int(score.num_accepted) for score in chunked_scores] == [
+        int(score.num_accepted) for score in scores
     ]
 
 
@@ -335,7 +333,7 @@ def test_loss_falls_along_the_gradient_for_every_attention_form(tmp_path, name):
     @jax.jit
     @jax.value_and_grad
     def loss_and_gradient(head_weights):
-        return loss_of(judge(heads, head_weights, weights, config, rows, 2))
+        return mean_loss(score_drafts(heads, head_weights, weights, config, rows, 2))
 
     loss_before, gradient = loss_and_gradient(head_weights)
     norm = sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient)) ** 0.5
@@ -360,7 +358,7 @@ def test_gradients_pass_through_the_output_matrix_of_an_int8_model(tmp_path, ran
 
     def gradient_sum(weights):
         def loss(head_weights):
-            return judge(heads, head_weights, weights, config, rows, 1)[0].loss
+            return score_drafts(heads, head_weights, weights, config, rows, 1)[0].loss
 
         return float(jnp.abs(jax.jit(jax.grad(loss))(head_weights).layers[0].mlp.down_FD).sum())
 

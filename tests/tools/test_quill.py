@@ -21,7 +21,7 @@ from quire.model.weights import abstract
 from quire.ops.linear import einsum
 from quire.scripts.train_heads.answers import none_yet, pack
 from quire.scripts.train_heads.attention import attention
-from quire.scripts.train_heads.lesson import judge
+from quire.scripts.train_heads.loss import score_drafts
 from quire.sharding.spec import random_arrays
 from quire.tests.support import uncached
 from quire.tests.support.cases import thinned
@@ -276,8 +276,8 @@ def test_bundled_draft_heads_predict_quills_answers(llm, kind, min_acceptance):
     head_weights = draft_heads.load(folder, heads, skip_packing=True)
     weights = load_weights(ROOT / "model" / "quill", config)
     rows = pack(documents, range(len(documents)), 256)
-    judgements = jax.jit(lambda rows: judge(heads, head_weights, weights, config, rows, 4))(rows)
-    shares = [int(judged.num_accepted) / int(judged.num_drafted) for judged in judgements]
+    scores = jax.jit(lambda rows: score_drafts(heads, head_weights, weights, config, rows, 4))(rows)
+    shares = [int(score.num_accepted) / int(score.num_drafted) for score in scores]
     assert (
         shares[0] >= min_acceptance and shares == sorted(shares, reverse=True) and shares[3] > 0.1
     ), shares

@@ -61,7 +61,10 @@ def prepare(engine: Engine, request: OllamaRequest, formats: Formats) -> Prepare
     is_untemplated = tokenizer.chat_template is None and len(request.messages) == 1
     if request.raw or request.suffix or is_untemplated:
         completion_request = CompletionRequest(
-            [request.prompt], request.params, suffix=request.suffix, terms=request.terms
+            [request.prompt],
+            request.params,
+            suffix=request.suffix,
+            request_options=request.request_options,
         )
         prepared = prompting.completion(engine, completion_request, formats)
     else:

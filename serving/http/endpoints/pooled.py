@@ -62,8 +62,11 @@ async def compute_outputs(
 ) -> PooledAnswer:
     """Compute the outputs for all prompts of a parsed request."""
     async with service.open_request(), service.models.use(parsed.model) as model:
-        terms = service.tenant_terms(parsed.terms, service.key(request))
-        parsed = replace(parsed, terms=await service.terms_with_adapter(model, parsed.model, terms))
+        request_options = service.tenant_options(parsed.request_options, service.key(request))
+        parsed = replace(
+            parsed,
+            request_options=await service.terms_with_adapter(model, parsed.model, request_options),
+        )
         engine_requests = await service.run_in_thread(prepare, model.llm.engine, parsed)
         name = f"{prefix}{new_id()}"
         answers = await model.llm.ask(
@@ -154,7 +157,7 @@ def requests_for_texts(
         else:
             tokens = prompting.encode_truncated(engine, f"{texts}[{i}]", text, max_tokens, side)
         engine_requests.append(
-            EngineRequest(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling)
+            EngineRequest(tokens, pooling.PARAMS, text, parsed.request_options, embedder.pooling)
         )
     return engine_requests
 
@@ -172,7 +175,7 @@ def requests_for_embeddings(engine: Engine, parsed: shapes.EmbeddingRequest) -> 
     )
     prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS, embedder.max_tokens)
     return [
-        EngineRequest(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling)
+        EngineRequest(tokens, pooling.PARAMS, text, parsed.request_options, embedder.pooling)
         for text, tokens in prompts
     ]
 
@@ -231,7 +234,7 @@ def requests_for_classes(engine: Engine, parsed: shapes.EmbeddingRequest) -> lis
     classes.check_classifier(engine.config)
     prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS)
     return [
-        EngineRequest(tokens, pooling.PARAMS, text, parsed.terms, "last")
+        EngineRequest(tokens, pooling.PARAMS, text, parsed.request_options, "last")
         for text, tokens in prompts
     ]
 
@@ -268,7 +271,7 @@ async def compute_scores(
                 scored_prompt.tokens,
                 scored_prompt.params,
                 None,
-                parsed.terms,
+                parsed.request_options,
                 scored_prompt.pooling,
                 scored_prompt.second_start,
             )
@@ -322,7 +325,7 @@ def requests_for_labels(
         item = tokens_of(f"items[{i}]", text_or_tokens, False)
         tokens = item + query if parsed.item_first else query + item
         engine.admission.check(tokens, params)
-        engine_requests.append(EngineRequest(tokens, params, None, parsed.terms))
+        engine_requests.append(EngineRequest(tokens, params, None, parsed.request_options))
     return engine_requests
 
 

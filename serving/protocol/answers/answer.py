@@ -35,7 +35,7 @@ class ChatRequest:
     params: SamplingParams
     model: str | None = None
     template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
-    terms: RequestOptions = PLAIN
+    request_options: RequestOptions = PLAIN
     delivery: Delivery = Delivery()
     # {"type": "function", "function": {...}}
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class CompletionRequest:
     prompts: list[str | list[int]]
     params: SamplingParams
     model: str | None = None
-    terms: RequestOptions = PLAIN
+    request_options: RequestOptions = PLAIN
     delivery: Delivery = Delivery()
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"

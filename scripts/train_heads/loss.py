@@ -29,7 +29,7 @@ class DraftScore(NamedTuple):
     num_drafted: Any
 
 
-def judge(
+def score_drafts(
     heads: DraftHeads, head_weights, target_weights, config: ModelConfig, batch: Rows, places: int
 ) -> list[DraftScore]:
     """Score the heads at each of `places` draft positions, given that all drafts before are right.
@@ -203,7 +203,7 @@ def compare(
     return tuple(x.reshape(-1)[:T] for x in jax.lax.map(jax.checkpoint(compare_chunk), cut))
 
 
-def loss_of(scores: list[DraftScore]):
+def mean_loss(scores: list[DraftScore]):
     """Weighted mean loss of the draft positions; later positions weigh less."""
     weights = [LATER**place for place in range(len(scores))]
     weighted = [weight * score.loss for weight, score in zip(weights, scores, strict=True)]

@@ -10,9 +10,9 @@ from typing import Final
 
 from .vllm_names import COMPILED, ENGINE, NO_MEDIA, ORDER
 
-TYPES = "the model's folder says what it does: write, embed, classify or rank"
-NO_TEXT = "a line is logged for each request, and never its text"
-STEPS = "the host is always one step ahead of the device"
+TYPES = "the model's folder determines the task: generate, embed, classify or rank"
+NO_TEXT = "requests are logged without their text"
+STEPS = "scheduling is always asynchronous"
 
 # name -> why it has no effect
 FLAGS: Final = {
@@ -28,29 +28,29 @@ FLAGS: Final = {
     "disable_async_output_proc": STEPS,
     "num_scheduler_steps": STEPS,
     "num_lookahead_slots": STEPS,
-    "multi_step_stream_outputs": "every token is sent when it is there",
-    "preemption_mode": "a preempted sequence is computed again",
+    "multi_step_stream_outputs": "every token is sent as soon as it is generated",
+    "preemption_mode": "preempted sequences are recomputed",
     "scheduler_delay_factor": ORDER,
     "use_v2_block_manager": "there is one page table",
     "disable_log_requests": NO_TEXT,
     "max_log_len": NO_TEXT,
-    "disable_uvicorn_access_log": "--log-level warning leaves out the line of each request",
-    "guided_decoding_backend": "llguidance reads every form of an answer",
-    "guided_decoding_disable_fallback": "llguidance reads every form of an answer",
-    "chat_template_content_format": "the chat template shows it",
-    "response_role": "answers are those of the assistant",
-    "allowed_methods": "pages of --allowed-origin may use every method",
-    "allowed_headers": "pages of --allowed-origin may send every header",
-    "enable_request_id_headers": "every answer has the header X-Request-Id",
-    "enable_server_load_tracking": "/load always counts the requests under way",
+    "disable_uvicorn_access_log": "--log-level warning omits the access log",
+    "guided_decoding_backend": "llguidance compiles all structured outputs",
+    "guided_decoding_disable_fallback": "llguidance compiles all structured outputs",
+    "chat_template_content_format": "the chat template determines it",
+    "response_role": "the role of answers is always assistant",
+    "allowed_methods": "CORS allows every method for --allowed-origin",
+    "allowed_headers": "CORS allows every header for --allowed-origin",
+    "enable_request_id_headers": "every response has the header X-Request-Id",
+    "enable_server_load_tracking": "/load always counts the requests in flight",
     "disable_frontend_multiprocessing": "the server and its engines are one process",
     "api_server_count": "the server and its engines are one process",
     "disable_mm_preprocessor_cache": NO_MEDIA,
     "language_model_only": NO_MEDIA,
     "percentile_metrics": "all of TTFT, TPOT, ITL and E2E are printed",
     "metric_percentiles": "the median, P90 and P99 are printed",
-    "save_detailed": "a file of results always has every request",
-    "disable_tqdm": "only a terminal shows progress",
+    "save_detailed": "result files always list every request",
+    "disable_tqdm": "progress is shown only in a terminal",
 }
 # Short names of some of these.
 SHORT: Final = {"O": "optimization_level", "asc": "api_server_count"}
@@ -79,11 +79,9 @@ SWITCHES: Final = {  # flags without a value, besides all that start with `enabl
 }
 
 SPECULATIVE = "--speculative-config"
-TLS = "the server speaks HTTP: put a proxy with TLS before it"
-FORM = "a request brings it: structured_outputs, response_format"
-HOSTS = (
-    "other hosts lend their devices with --num-processes, --process-id and --coordinator-address"
-)
+TLS = "the server speaks HTTP; use a reverse proxy for TLS"
+FORM = "it is a field of the request: structured_outputs or response_format"
+HOSTS = "configure several hosts with --num-processes, --process-id and --coordinator-address"
 
 # name -> an equivalent option, or a sentence. Short names stand without their dash.
 MEANING: Final = {
@@ -105,7 +103,7 @@ MEANING: Final = {
     "shutdown_timeout": "--shutdown-grace",
     "collect_detailed_traces": "--trace",
     "headless": HOSTS,
-    "device": "the variable JAX_PLATFORMS of the environment chooses it: cpu, cuda or tpu",
+    "device": "set the environment variable JAX_PLATFORMS to cpu, cuda or tpu",
     "lora": "--lora-modules",
     "lora_scaled": "--lora-modules",
     "speculative_model": SPECULATIVE,
@@ -177,7 +175,7 @@ MEANING: Final = {
     "tp_size": "--tensor-parallel-size",
     "num_gpus": "--tensor-parallel-size",
     "mem_fraction_static": "--gpu-memory-utilization",
-    "cache_prompt": "what prompts have in common is always cached: leave it out",
+    "cache_prompt": "prefix caching is always on: leave it out",
     "ebnf": FORM,
     "regex": FORM,  # SGLang's
     "grammar": FORM,
@@ -190,26 +188,26 @@ MEANING: Final = {
     "gpu_layers": ("every layer is on the device: leave it out"),
     "n_gpu_layers": "every layer is on the device: leave it out",
     "num_gpu": "every layer is on the device: leave it out",
-    "fa": "attention never writes its whole matrix: leave it out",
-    "flash_attn": "attention never writes its whole matrix: leave it out",
+    "fa": "attention is always fused: leave it out",
+    "flash_attn": "attention is always fused: leave it out",
     "cb": "batching is always continuous: leave it out",
     "cont_batching": ("batching is always continuous: leave it out"),
-    "t": "all cores that the process may use are used; `taskset` gives it fewer",
-    "threads": "all cores that the process may use are used; `taskset` gives it fewer",
+    "t": "all available cores are used; restrict them with `taskset`",
+    "threads": "all available cores are used; restrict them with `taskset`",
     "mlock": "leave it out",
     "no_mmap": "leave it out",
     "jinja": ("chat templates are always Jinja: leave it out"),
-    "metrics": "/metrics is always there: leave it out",
-    "embedding": "/v1/embeddings is always there: leave it out",
-    "embeddings": "/v1/embeddings is always there: leave it out",
-    "cnv": "`quire chat` is the command for a conversation",
-    "conversation": "`quire chat` is the command for a conversation",
-    "i": "`quire chat` is the command for a conversation",
-    "interactive": "`quire chat` is the command for a conversation",
+    "metrics": "/metrics is always served: leave it out",
+    "embedding": "/v1/embeddings is always served: leave it out",
+    "embeddings": "/v1/embeddings is always served: leave it out",
+    "cnv": "use `quire chat` for a conversation",
+    "conversation": "use `quire chat` for a conversation",
+    "i": "use `quire chat` for a conversation",
+    "interactive": "use `quire chat` for a conversation",
     "v": "--log-level",
     "verbose": "--log-level",
     # Ollama
-    "keepalive": "a model stays awake until --max-loaded others are asked for",
+    "keepalive": "models stay loaded until --max-loaded others are requested",
 }
 
 # Flags that are accepted with a warning, also after `--no-`: name -> reason. For the names in

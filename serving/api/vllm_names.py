@@ -15,16 +15,16 @@ from typing import Any, NoReturn, TypeVar, cast
 T = TypeVar("T")
 Refuse = Callable[[str, Any, str], NoReturn]  # (name, value, reason)
 NOTHING = (None, False, 0, "", [], (), {})  # values that request nothing
-COMPILED = "every step is compiled at the start, and how is XLA's choice"
-EXCHANGE = "how devices exchange values is XLA's choice"
-LOADING = "files are mapped, and each tensor is read once"
-NO_MEDIA = "no model here takes images, video or sound"
-STACKS = "adapters lie in one stack a weight, in the type of the model"
+COMPILED = "every step is compiled by XLA at startup"
+EXCHANGE = "XLA implements the communication between devices"
+LOADING = "weight files are memory-mapped, and each tensor is read once"
+NO_MEDIA = "images, video and audio are not supported"
+STACKS = "the adapters of a weight are stored in one stack, in the model's dtype"
 STATES = (
     "a recurrent layer keeps its state in a slot for each sequence, in one layout and dtype, "
     "without blocks"
 )
-ORDER = "it changes who is computed when, and no answer"
+ORDER = "it changes the order of computation and no answer"
 METRICS = "metrics are always counted"
 PROFILED = "`trace` writes a timeline of the steps"
 RANKS = (
@@ -32,9 +32,9 @@ RANKS = (
     "--replicas N`"
 )
 HOSTS = "several hosts are named by `num_processes`, `process_id` and `coordinator_address`"
-PLUGIN = "code that is not Quire's own is not run"
-TRANSFER = "pages go between replicas as docs/scale-out.md says"
-ROUTES = "which experts a token took is not given"
+PLUGIN = "plugins are not supported"
+TRANSFER = "docs/scale-out.md describes the transfer of KV pages between replicas"
+ROUTES = "the experts of each token are not returned"
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,23 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "allow_deprecated_quantization": "no format is deprecated",
     "allowed_local_media_path": NO_MEDIA,
     "allowed_media_domains": NO_MEDIA,
-    "async_scheduling": "the host is always a step ahead",
+    "async_scheduling": "scheduling is always asynchronous",
     "attention_backend": COMPILED,
     "attention_config": COMPILED,
-    "calculate_kv_scales": "each position of a rounded cache has a scale of its own",
+    "calculate_kv_scales": "a quantised KV cache has a scale for each position",
     "code_revision": "no code of a checkpoint is run",
     "collect_detailed_traces": PROFILED,
     "compilation_config": COMPILED,
-    "config_format": unsupported(
-        "the configuration is config.json, in Hugging Face's form", "auto", "hf"
+    "config_format": unsupported("the configuration is Hugging Face's config.json", "auto", "hf"),
+    "convert": unsupported(
+        "the model's folder determines what it computes", "auto", "none", "embed"
     ),
-    "convert": unsupported("the model's folder says what it gives", "auto", "none", "embed"),
-    "cp_kv_cache_interleave_size": "positions of every page are divided",
+    "cp_kv_cache_interleave_size": "the positions of every page are split",
     "cpu_offload_gb": unsupported("`weights_host_bytes` keeps weights in host memory"),
     "cudagraph_capture_sizes": COMPILED,
     "cudagraph_metrics": METRICS,
     "data_parallel_address": unsupported(RANKS),
-    "data_parallel_backend": "replicas are in one program",
+    "data_parallel_backend": "the replicas are part of one program",
     "data_parallel_external_lb": unsupported(RANKS),
     "data_parallel_hybrid_lb": unsupported(RANKS),
     "data_parallel_rank": unsupported(RANKS),
@@ -82,15 +82,15 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "data_parallel_start_rank": unsupported(RANKS),
     "dbo_decode_token_threshold": EXCHANGE,
     "dbo_prefill_token_threshold": EXCHANGE,
-    "dcp_kv_cache_interleave_size": "positions of every page are divided",
+    "dcp_kv_cache_interleave_size": "the positions of every page are split",
     "decode_context_parallel_size": unsupported(
-        "`context_parallel_size` divides the positions of every page", 1
+        "`context_parallel_size` splits the positions of every page", 1
     ),
     "default_mm_loras": unsupported(NO_MEDIA),
     "disable_cascade_attn": COMPILED,
     "disable_chunked_mm_input": NO_MEDIA,
     "disable_custom_all_reduce": EXCHANGE,
-    "disable_hybrid_kv_cache_manager": "layers with a window always have pages of their own",
+    "disable_hybrid_kv_cache_manager": "sliding-window layers always have separate pages",
     "disable_log_stats": METRICS,
     "disable_nccl_for_dp_synchronization": EXCHANGE,
     "disable_sliding_window": unsupported(
@@ -98,12 +98,10 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     ),
     "distributed_executor_backend": "one process drives all devices of a host",
     "ec_transfer_config": unsupported(NO_MEDIA),
-    "enable_chunked_prefill": "long prompts are always read in parts",
+    "enable_chunked_prefill": "prefill is always chunked",
     "enable_dbo": EXCHANGE,
-    "enable_eplb": unsupported(
-        "`expert_redundancy` has copies of the busiest experts, and moves them"
-    ),
-    "enable_expert_parallel": unsupported("`expert_parallel_size` divides the experts"),
+    "enable_eplb": unsupported("`expert_redundancy` replicates and rebalances the busiest experts"),
+    "enable_expert_parallel": unsupported("`expert_parallel_size` splits the experts"),
     "enable_layerwise_nvtx_tracing": PROFILED,
     "enable_log_requests": "prompts are not logged",
     "enable_logging_iteration_details": METRICS,
@@ -112,36 +110,36 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "enable_mm_processor_stats": NO_MEDIA,
     "enable_prompt_embeds": unsupported("prompts are text or token ids"),
     "enable_return_routed_experts": unsupported(ROUTES),
-    "enable_sleep_mode": "`sleep()` is always there",
+    "enable_sleep_mode": "`sleep()` is always available",
     "enable_tower_connector_lora": NO_MEDIA,
     "enforce_eager": COMPILED,
-    "eplb_config": unsupported("`expert_redundancy` and `expert_rebalance_steps` say it"),
+    "eplb_config": unsupported("`expert_redundancy` and `expert_rebalance_steps` configure it"),
     "expert_placement_strategy": ORDER,
-    "fail_on_environ_validation": "there are no variables of the environment to check",
+    "fail_on_environ_validation": "there are no environment variables to check",
     "fully_sharded_loras": STACKS,
-    "gdn_prefill_backend": "the kernel of the delta rule is the first that serves on this device",
+    "gdn_prefill_backend": "the first kernel that supports this device is used",
     "hf_config_path": unsupported(
-        "config.json lies beside the weights: put the wanted one into a copy of the folder"
+        "config.json is in the folder of the weights: use a copy of the folder with another one"
     ),
-    "hf_token": unsupported("HF_TOKEN in the environment has it"),
+    "hf_token": unsupported("set HF_TOKEN in the environment"),
     "ignore_patterns": "only files that are needed are downloaded",
     "interleave_mm_strings": NO_MEDIA,
     "io_processor_plugin": unsupported(PLUGIN),
     "kv_cache_metrics": METRICS,
     "kv_cache_metrics_sample": METRICS,
     "kv_events_config": unsupported(TRANSFER),
-    "kv_offloading_backend": "`kv_cache_host_bytes` and `kv_cache_disk` are Quire's own",
-    "kv_offloading_size": unsupported("`kv_cache_host_bytes` says it, in bytes"),
+    "kv_offloading_backend": "`kv_cache_host_bytes` and `kv_cache_disk` use Quire's own implementation",
+    "kv_offloading_size": unsupported("`kv_cache_host_bytes` sets it, in bytes"),
     "kv_sharing_fast_prefill": COMPILED,
     "kv_transfer_config": unsupported(TRANSFER),
     "limit_mm_per_prompt": NO_MEDIA,
     "logits_processor_pattern": unsupported(PLUGIN),
     "logits_processors": unsupported(
         "logits stay on the device: `logit_bias`, `allowed_token_ids`, `bad_words` and "
-        "`structured_outputs` of SamplingParams bound what is drawn"
+        "`structured_outputs` of SamplingParams constrain the sampled tokens"
     ),  # fmt: skip
     "logprobs_mode": unsupported(
-        "log-probabilities are those of the model, before any parameter", "raw_logprobs"
+        "log-probabilities are computed from the raw logits", "raw_logprobs"
     ),
     "long_prefill_token_threshold": ORDER,
     "lora_dtype": unsupported(STACKS, "auto"),
@@ -164,48 +162,48 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "mm_processor_kwargs": NO_MEDIA,
     "mm_shm_cache_max_object_size_mb": NO_MEDIA,
     "model_impl": "there is one implementation of each model",
-    "model_loader_extra_config": unsupported("there is nothing to say of loading"),
-    "model_weights": unsupported("the weights lie beside config.json"),
+    "model_loader_extra_config": unsupported("loading has no further options"),
+    "model_weights": unsupported("the weights are in the folder of config.json"),
     "nnodes": unsupported(HOSTS, 1),
     "node_rank": unsupported(HOSTS),
     "num_gpu_blocks_override": unsupported("`kv_cache_memory_bytes` sizes the KV cache"),
     "optimization_level": COMPILED,
     "otlp_traces_endpoint": unsupported("`quire serve` has it"),
-    "override_attention_dtype": unsupported(
-        "attention is computed in the type of the model", "auto"
-    ),
+    "override_attention_dtype": unsupported("attention is computed in the model's dtype", "auto"),
     "pooler_config": unsupported('`pooling` is "last", "mean" or "cls"'),
     "prefill_context_parallel_size": unsupported(
-        "`context_parallel_size` divides the tokens of long steps", 1
+        "`context_parallel_size` splits the tokens of long steps", 1
     ),
-    "prefix_caching_hash_algo": "the tokens themselves are compared",
+    "prefix_caching_hash_algo": "prefixes are compared by their tokens",
     "profiler_config": unsupported(PROFILED),
     "pt_load_map_location": LOADING,
     "ray_workers_use_nsight": PROFILED,
     "reasoning_parser": unsupported(
-        "`quire serve` has it; in Python the text is as the model wrote it"
+        "`quire serve` has it; in Python the text is the model's unchanged output"
     ),
     "reasoning_parser_plugin": unsupported(PLUGIN),
-    "runner": unsupported("the model's folder says what it gives", "auto", "generate", "pooling"),
+    "runner": unsupported(
+        "the model's folder determines what it computes", "auto", "generate", "pooling"
+    ),
     "safetensors_load_strategy": LOADING,
     "scheduler_cls": unsupported(PLUGIN),
-    "scheduling_policy": "`priority` is always kept, and who has none is served in the order of arrival",
-    "served_model_name": "in Python a model needs no name; `quire serve` has it",
+    "scheduling_policy": "`priority` always applies; requests without one are served in order of arrival",
+    "served_model_name": "a model has no name in Python; `quire serve` has the flag",
     "show_hidden_metrics_for_version": METRICS,
-    "shutdown_timeout": "`close()` ends what runs",
+    "shutdown_timeout": "`close()` ends running requests",
     "skip_mm_profiling": NO_MEDIA,
     "specialize_active_lora": STACKS,
-    "stream_interval": "results come when they are ready",
-    "structured_outputs_config": "llguidance reads every form of an answer",
-    "swap_space": "a request that has to wait is computed again; `kv_cache_host_bytes` keeps pages",
+    "stream_interval": "outputs are sent when they are ready",
+    "structured_outputs_config": "llguidance compiles all structured outputs",
+    "swap_space": "preempted requests are recomputed; `kv_cache_host_bytes` keeps their pages",
     "tokenizer_mode": unsupported("the tokenizer is tokenizer.json", "auto", "hf"),
-    "tokenizer_revision": unsupported("`tokenizer` is a folder, or an id", "main"),
-    "tokens_only": unsupported("`skip_tokenizer_init` takes and gives token ids only"),
+    "tokenizer_revision": unsupported("`tokenizer` is a folder or a model id", "main"),
+    "tokens_only": unsupported("`skip_tokenizer_init` uses token ids only"),
     "trust_remote_code": "no code of a checkpoint is run",
     "ubatch_size": EXCHANGE,
-    "use_tqdm_on_load": "`progress` is told each stage",
+    "use_tqdm_on_load": "`progress` is called with each stage",
     "video_pruning_rate": NO_MEDIA,
-    "weight_transfer_config": unsupported("weights are those of the checkpoint"),
+    "weight_transfer_config": unsupported("weights are loaded from the checkpoint only"),
     "worker_cls": unsupported(PLUGIN, "auto"),
     "worker_extension_cls": unsupported(PLUGIN),
 }
@@ -213,20 +211,20 @@ SAMPLING: Mapping[str, str | UnsupportedArgument] = {
     "extra_args": unsupported(PLUGIN),
     "guided_decoding": unsupported("is the old name of `structured_outputs`"),
     "logits_processors": ENGINE["logits_processors"],
-    "output_text_buffer_length": "text is held back for stop strings by itself",
+    "output_text_buffer_length": "the text held back for stop strings is determined automatically",
     "prompt_logprob_start": unsupported("`prompt_logprobs` has all positions"),
-    "prompt_logprob_token_ids": unsupported("`prompt_logprobs` has the likeliest tokens"),
+    "prompt_logprob_token_ids": unsupported("`prompt_logprobs` returns the most likely tokens"),
     "repetition_detection": unsupported("`repetition_penalty` and `max_tokens` bound repetitions"),
     "routed_experts_prompt_start": unsupported(ROUTES),
-    "skip_clone": "parameters do not change, and need no copies",
+    "skip_clone": "parameters are immutable and need no copies",
     "skip_reading_prefix_cache": unsupported(
-        "a `cache_salt` of its own beside a prompt shares no pages"
+        "a unique `cache_salt` in the prompt prevents the reuse of pages"
     ),
-    "spaces_between_special_tokens": "text is decoded as the tokenizer does it",
+    "spaces_between_special_tokens": "text is decoded by the tokenizer's rules",
     "stream_interval": ENGINE["stream_interval"],
     "thinking_token_budget": unsupported("`max_tokens` bounds the whole answer"),
-    "trace_decode_token_ids": unsupported("`prompt_logprobs` scores tokens that are given"),
-    "truncate_prompt_tokens": unsupported("give the last of the prompt's token ids"),
+    "trace_decode_token_ids": unsupported("`prompt_logprobs` scores given tokens"),
+    "truncate_prompt_tokens": unsupported("pass only the last token ids of the prompt"),
 }
 
 
@@ -294,8 +292,7 @@ def takes_vllm_names(
         def fixed(self, name: str, value: Any) -> NoReturn:
             change = f"dataclasses.replace(params, {name}=...)"
             raise FrozenInstanceError(
-                f"cannot change {name!r}: {cls.__name__} stays as it was made; {change} makes "
-                "another"
+                f"cannot change {name!r}: {cls.__name__} is immutable; {change} makes another"
             )
 
         cls.__init__ = checked

@@ -118,12 +118,12 @@ REASONING: dict[str, Thoughts | str | None] = {  # by vLLM's names
     "step3p5": OPENED,
 }
 REFUSED_REASONING = {  # vLLM's name -> why it is not supported
-    "cohere_command4": "its format is only known to a library of Cohere's",
-    "hy_v3": "its markers have an ending that only its tokenizer says",
-    "inkling": "its format is not written yet",
-    "kimi_k3": "its format is not written yet; kimi_k2 reads the models before it",
-    "minimax_m3": "its format is not written yet; minimax_m2 reads the models before it",
-    "solar_open2": "its thoughts have a format that is not written yet",
+    "cohere_command4": "its format is defined only in a library of Cohere",
+    "hy_v3": "its tags have a suffix that only its tokenizer defines",
+    "inkling": "its format is not supported yet",
+    "kimi_k3": "its format is not supported yet; kimi_k2 supports earlier models",
+    "minimax_m3": "its format is not supported yet; minimax_m2 supports earlier models",
+    "solar_open2": "its reasoning format is not supported yet",
 }
 # Markers that a chat template of the format contains; the first line with all markers present
 # counts.

@@ -128,16 +128,16 @@ TOOL_FORMS: dict[str, Form | str] = {
     ),
 }
 REFUSED_TOOLS = {  # vLLM's name -> why it is not supported
-    "cohere_command4": "its format is only known to a library of Cohere's",
+    "cohere_command4": "its format is defined only in a library of Cohere",
     "hy_v3": (
-        "its markers have an ending that only its tokenizer says; hunyuan_a13b reads the "
-        "models before it"
+        "its tags have a suffix that only its tokenizer defines; hunyuan_a13b supports "
+        "earlier models"
     ),
-    "inkling": "its format is not written yet",
-    "kimi_k3": "its format is not written yet; kimi_k2 reads the models before it",
-    "minicpm5": "its texts may be CDATA sections, which are not read yet",
+    "inkling": "its format is not supported yet",
+    "kimi_k3": "its format is not supported yet; kimi_k2 supports earlier models",
+    "minicpm5": "its strings may be CDATA sections, which are not supported yet",
     "minimax_m3": (
-        "its parameters nest as XML, which is not read yet; minimax_m2 reads the models before it"
+        "its parameters are nested XML, which is not supported yet; minimax_m2 supports earlier models"
     ),
 }
 # Markers that a chat template of the format contains; the first line with all markers present

@@ -31,22 +31,28 @@ PUBLISHED_CONFIGS = {
 OWN = "quill"  # the model type that transformers lacks
 HEAD = """# Models
 
-What a `config.json` may have as its `model_type`, and what each brings beside a plain decoder. All but the encoders
-(`bert`, `modernbert`, `roberta`, `xlm-roberta`, and `gemma3_text` with `use_bidirectional_attention`) generate text;
-those make vectors, classes and scores of pairs of texts ([ranking.md](ranking.md)). Of a model that also sees or hears
-the text model is loaded, and a line of the log says which tensors are left out.
+The supported values of `model_type` in `config.json`, with the features of each architecture beyond
+a plain decoder. The encoders (`bert`, `modernbert`, `roberta`, `xlm-roberta`, and `gemma3_text`
+with `use_bidirectional_attention`) compute embeddings, classes and scores of text pairs
+([ranking.md](ranking.md)); all other models generate text. Of multimodal models the text model is
+loaded, and the log lists the tensors that are skipped.
 
-**tiny**: random models of these names are compared with `transformers` in float32: logits within 2e-4 and 64 greedy
-tokens identical, in chunks, with pages of 8 and 16 tokens, alone and in a batch of unequal lengths. `make check`
-compares with stored answers (`tests/support/golden/`), `make parity` with `transformers` itself, on fresh weights. Of
-encoders it is the vectors that are compared, within 2e-5 of length 1.
-**published**: this configuration is read, and gives the model's number of parameters and the names and shapes of its
-tensors in `transformers`. The weights of the large ones have not been loaded.
+Each model is tested in one or two ways:
 
-**refused**: keys whose other values are an error that names the key. So is, in all of them, a key that the family does
-not read and that could change the result (`model/families/config_keys.py`).
+- **tiny**: random models with these configurations are compared with `transformers` in float32:
+  logits within 2e-4 and 64 identical greedy tokens, with chunked prefill, pages of 8 and 16 tokens,
+  alone and in a batch of unequal lengths. Encoders: embeddings within 2e-5 at length 1.
+  `make check` compares with stored results (`tests/support/golden/`), `make parity` with
+  `transformers` itself on fresh random weights.
+- **published**: the published configuration is read, and the number of parameters and the names and
+  shapes of the tensors equal those of `transformers`. Weights of large models have not been loaded.
 
-The page is written by `tests/support/models_table.py`, and a test holds it against the code.
+**Refused** lists config keys for which any other value is an error that names the key. A key that
+the family does not read and that could change the result is an error too
+(`model/families/config_keys.py`).
+
+`python tests/support/models_table.py > docs/models.md` writes this page, and a test compares it
+with the code.
 """
 
 

@@ -23,65 +23,66 @@ NAMES = Path(__file__).with_name("vllm_names.txt")
 GUESSES = "Possible options", "Did you mean"  # suggestions by similar spelling
 ONLY = "here it can only be "  # accepted values are those without an effect
 FLAGS = {  # reasons for flags that the command rejects without one
-    "allow_credentials": "keys are sent in a header, and no cookies are kept",
+    "allow_credentials": "API keys are sent in a header; there are no cookies",
     "default_chat_template_kwargs": (
-        "a request's `chat_template_kwargs`, or a template of your own: `--chat-template`"
+        "use the request's `chat_template_kwargs`, or `--chat-template`"
     ),
-    "disable_access_log_for_endpoints": "`--log-level warning` leaves out the line of each request",
-    "disable_fastapi_docs": "`/openapi.json` is all there is of it",
+    "disable_access_log_for_endpoints": "`--log-level warning` omits the access log",
+    "disable_fastapi_docs": "only `/openapi.json` is served",
     "enable_log_deltas": "answers are not logged",
     "enable_log_outputs": "answers are not logged",
-    "enable_offline_docs": "`/openapi.json` is all there is of it",
-    "enable_ssl_refresh": "the server speaks HTTP: put a proxy with TLS before it",
+    "enable_offline_docs": "only `/openapi.json` is served",
+    "enable_ssl_refresh": "the server speaks HTTP; use a reverse proxy for TLS",
     "exclude_tools_when_tool_choice_none": (
-        "tools are never in the prompt where `tool_choice` is none"
+        "tools are never in the prompt if `tool_choice` is none"
     ),
     "fingerprint_mode": "the fingerprint is the version",
     "fingerprint_value": "the fingerprint is the version",
     "grpc": "the server speaks HTTP",
-    "h11_max_header_count": "heads are bounded: docs/hardening.md",
-    "h11_max_incomplete_event_size": "heads are bounded: docs/hardening.md",
-    "headless": "`--process-id` above 0 lends its devices",
+    "h11_max_header_count": "headers are bounded: docs/hardening.md",
+    "h11_max_incomplete_event_size": "headers are bounded: docs/hardening.md",
+    "headless": "processes with `--process-id` above 0 are headless",
     "log_config_file": "`--log-level` and `--log-json`",
-    "log_error_stack": "what fails in the server is logged with its traceback",
+    "log_error_stack": "server errors are always logged with tracebacks",
     "middleware": "code that is not Quire's own is not run",
-    "return_tokens_as_token_ids": "a request's field of this name",
-    "root_path": "let the proxy take it off",
-    "skip_tokenizer_init": "a server takes and writes text",
-    "ssl_cert_reqs": "the server speaks HTTP: put a proxy with TLS before it",
-    "ssl_ciphers": "the server speaks HTTP: put a proxy with TLS before it",
+    "return_tokens_as_token_ids": "it is a field of the request",
+    "root_path": "let the proxy strip the prefix",
+    "skip_tokenizer_init": "the server needs a tokenizer",
+    "ssl_cert_reqs": "the server speaks HTTP; use a reverse proxy for TLS",
+    "ssl_ciphers": "the server speaks HTTP; use a reverse proxy for TLS",
     "tool_parser_plugin": "code that is not Quire's own is not run",
     "tool_server": "tools are called by the client",
     "trust_request_chat_template": "a request's template is always bounded in time and memory",
 }
 HEAD = """# For users of vLLM
 
-`from quire import LLM, SamplingParams` in place of `from vllm import LLM, SamplingParams`, and `quire serve` in place
-of `vllm serve`. What vLLM publishes as an argument is one of three things here:
+Replace `from vllm import LLM, SamplingParams` by `from quire import LLM, SamplingParams`, and
+`vllm serve` by `quire serve`. Each public argument of vLLM is one of:
 
-- **applied**: it means the same, or the closest that there is;
-- **no effect**: it is accepted with one warning, since it could not change an answer;
-- **refused**: an error names it and what serves in its place. Values that ask for nothing, such as `None`, `False` and
-  those in brackets, are accepted.
+- **applied**: it has the same meaning, or the closest equivalent;
+- **no effect**: it is accepted with one warning, because it cannot change an answer;
+- **refused**: the error names the argument and its replacement. Values that request nothing
+  (`None`, `False` and those in square brackets) are accepted.
 
-The tables are written by `tests/support/vllm_table.py`, and a test holds them against what the code does.
+`python tests/support/vllm_table.py > docs/vllm.md` writes the tables, and a test compares them with
+the code.
 """
 
 TESTS = """## vLLM's own server tests
 
-`python -m tools.peers.vllm_tests SOURCE` runs the tests of vLLM 0.33's server that are about text models, as
-they are, against `quire serve` with the bundled model's tokenizer and random weights. Of 184 (27 November 2026) 66
-pass, 65 are skipped, nearly all since they call vLLM's own code, and 53 fail:
+`python -m tools.peers.vllm_tests SOURCE` runs vLLM 0.33's unmodified server tests of text models
+against `quire serve` with the bundled model's tokenizer and random weights. Of 184 tests
+(27 November 2026), 66 pass, 65 are skipped (nearly all call vLLM's internals), and 53 fail:
 
-| failed | why |
+| failed | reason |
 |---|---|
-| 36 | random weights: thoughts that end, a call or the end of an answer come from a taught model |
-| 10 | the bundled model's 1,280 tokens: ids that it does not have or that are special, more tokens in the same text |
-| 2 | `kv_transfer_params` with the tokens of a prompt, which is refused |
-| 1 | an empty `prompt_embeds` gets an error in other words: there are none here |
-| 1 | `continuous_usage_stats` without `include_usage` is answered as asked; vLLM leaves it out |
-| 1 | Anthropic's `input_tokens` leave out what is cached, and here a short prompt that was asked before is |
-| 1 | the test renders the chat template of the model's folder, and another is served |
+| 36 | random weights: the test needs a trained model that ends its reasoning, calls a tool or stops |
+| 10 | the bundled model's vocabulary of 1,280 tokens: missing or special ids, more tokens per text |
+| 2 | `kv_transfer_params` with the tokens of a prompt is refused |
+| 1 | an empty `prompt_embeds` gets a different error message: prompt embeddings are not supported |
+| 1 | `continuous_usage_stats` without `include_usage` is applied; vLLM ignores it |
+| 1 | Anthropic's `input_tokens` exclude cached tokens, and a repeated short prompt is cached |
+| 1 | the test renders the chat template of the model's folder, but another template is served |
 | 1 | the version is compared with vLLM's |
 """
 

@@ -21,6 +21,7 @@ from quire.serving.http.server import serve
 from quire.serving.http.service import Service
 from quire.serving.http.settings import ServerSettings
 from quire.tests.support.served import FORMATS, model_of, scripted, served
+from quire.tests.support.talk import until
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Z\\u00fcrich"}}\n</tool_call>'
@@ -85,8 +86,8 @@ def parse_events(raw: bytes) -> list:
 
 def wait_until_idle(server, seconds: float = 60.0) -> None:
     """Wait until no request runs; then check that every page is free or cached."""
-    until = time.monotonic() + seconds
-    while server.engine.busy and time.monotonic() < until:
+    end = time.monotonic() + seconds
+    while server.engine.busy and time.monotonic() < end:
         time.sleep(0.01)
     assert not server.engine.busy and not server.engine.requests
     server.engine.scheduler.check()
@@ -359,12 +360,7 @@ def test_full_queue_answers_429_with_retry_after(server):
     try:
         for thread in threads:
             thread.start()
-        until = time.monotonic() + 60
-        while (
-            send_request(server, "GET", "/load")[2]["server_load"] + len(replies) < 12
-            and time.monotonic() < until
-        ):
-            time.sleep(0.01)
+        until(lambda: send_request(server, "GET", "/load")[2]["server_load"] + len(replies) == 12)
     finally:
         server.script.hold.set()
         for thread in threads:
@@ -489,9 +485,7 @@ def test_timeout_applies_while_engine_is_paused_or_asleep(server, path, is_strea
     )
     try:
         thread.start()
-        until = time.monotonic() + 60
-        while not server.engine.scheduler.running and time.monotonic() < until:
-            time.sleep(0.005)
+        until(lambda: server.engine.scheduler.running)
         assert send_request(server, "POST", path, b"")[0] == 200
         assert (
             server.engine.lifecycle.is_asleep or server.service.models.models[0].llm.thread.paused
@@ -521,6 +515,7 @@ def test_timeout_includes_waiting_for_a_model_to_wake():
         )
         holder.start()
         try:
+            until(lambda: first_engine[0].requests)
             status, _, body = send_request(
                 state, "POST", "/v1/completions", {"prompt": "x", "model": "b", "timeout": 0.3}
             )

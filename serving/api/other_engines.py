@@ -80,7 +80,7 @@ SWITCHES: Final = {  # flags without a value, besides all that start with `enabl
 
 SPECULATIVE = "--speculative-config"
 TLS = "the server speaks HTTP; use a reverse proxy for TLS"
-FORM = "it is a field of the request: structured_outputs or response_format"
+FORM = "use structured_outputs or response_format in the request"
 HOSTS = "configure several hosts with --num-processes, --process-id and --coordinator-address"
 
 # name -> an equivalent option, or a sentence. Short names stand without their dash.

@@ -113,7 +113,7 @@ def test_unimplemented_fields_are_rejected_by_name(parse, module):
         rejection_message(parse, n_predict=1) == "n_predict: unknown field; here it is 'max_tokens'"
     )
     assert rejection_message(parse, grammar="x").startswith(
-        "grammar: unknown field; a request brings it: structured_outputs"
+        "grammar: unknown field; use structured_outputs or response_format"
     )
     for name in ("guided_tree", "prompt_embeds", "image"):
         assert rejection_message(parse, **{name: {}}).startswith(f"{name}: unknown field")

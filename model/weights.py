@@ -15,7 +15,7 @@ from . import mixers
 from .config import Dense, Layer, Mlp, ModelConfig, Moe
 from .matrix import matrix, norm
 
-Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+Array = struct.Leaf  # or a quantised node in its place
 
 
 class MlpWeights(struct.PyTreeNode):

@@ -12,7 +12,6 @@ log-probabilities, L token ids whose log-probabilities are requested, C candidat
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,13 +74,13 @@ class Sampled(struct.PyTreeNode):
     """
 
     tokens_R: Leaf  # int32; `BROKEN` or `BANNED` if there is no token
-    logprobs_R: Any  # float32, log-softmax of the logits before any processing
-    ranks_R: Any  # int32, 1 = best; tokens that tie share the better rank
-    top_ids_RK: Any  # int32, the most likely tokens; K = min(listed, V)
-    top_logprobs_RK: Any  # float32
-    token_id_logprobs_RL: Any  # float32, for the slot's logprob_token_ids
+    logprobs_R: Leaf  # float32, log-softmax of the logits before any processing
+    ranks_R: Leaf  # int32, 1 = best; tokens that tie share the better rank
+    top_ids_RK: Leaf  # int32, the most likely tokens; K = min(listed, V)
+    top_logprobs_RK: Leaf  # float32
+    token_id_logprobs_RL: Leaf  # float32, for the slot's logprob_token_ids
     ok_R: Leaf  # bool, whether there is a token
-    drafts_BK: Any = None  # int32, the next draft tokens of each sequence, with a drafter
+    drafts_BK: Leaf = None  # int32, the next draft tokens of each sequence, with a drafter
 
 
 def sample(

@@ -1,7 +1,6 @@
 """The input arrays of a step, at one of a few fixed sizes."""
 
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
@@ -41,8 +40,10 @@ class Batch(struct.PyTreeNode):
     num_drafts_1: Leaf  # how many tokens the step itself is to draft
     prefills_1: Leaf  # whether the drafter computes these rows too
     sampling: SamplingInputs
-    adapters_T: Any = None  # where there are adapters: the slot of each row's, or one past the last
-    adapters_R: Any = None  # and of those that draw, if it adapts the head
+    adapters_T: Leaf = (
+        None  # where there are adapters: the slot of each row's, or one past the last
+    )
+    adapters_R: Leaf = None  # and of those that draw, if it adapts the head
 
 
 class BatchLayout:

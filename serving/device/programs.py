@@ -92,8 +92,7 @@ class Compiler:
     def __init__(self, folder: Path | None):
         self.folder, self.threads = folder, ThreadPoolExecutor()
         self.about = about_here() if folder else ""
-        settings: Any = jax.config  # whose type lacks its settings
-        self.device = settings.jax_default_device  # of this thread
+        self.device = jax_settings.jax_default_device  # of this thread
         self.made: list[tuple[Path, Program]] = []  # to be kept
         self.pause = ExitStack()
 
@@ -177,6 +176,7 @@ class Pauses:
                 compilation_cache.reset_cache()  # it looks at the setting once
 
 
+jax_settings: Any = jax.config  # whose type lacks its settings
 pauses = Pauses()
 # functions of which this process may have programs from JAX's own cache
 elsewhere: set[Any] = set()
@@ -184,9 +184,8 @@ elsewhere: set[Any] = set()
 
 def folder_of_programs() -> Path | None:
     """The folder of compiled programs, if Quire's own compile cache is in use; CPUs only."""
-    settings: Any = jax.config  # whose type lacks its settings
-    is_cache_used = settings.jax_enable_compilation_cache or pauses.count
-    is_own_cache = settings.jax_compilation_cache_dir == str(home("jax"))
+    is_cache_used = jax_settings.jax_enable_compilation_cache or pauses.count
+    is_own_cache = jax_settings.jax_compilation_cache_dir == str(home("jax"))
     if jax.default_backend() != "cpu" or not is_cache_used or not is_own_cache:
         return None
     try:

@@ -16,6 +16,7 @@ from ...ops import sampling
 from ...ops.attention import KVPages, page_dtype, uses_paired_pages
 from ...ops.native.blank import blank
 from ...sharding import struct
+from ...sharding.struct import Leaf
 
 OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
 # the axis of heads
@@ -29,12 +30,12 @@ class State(struct.PyTreeNode):
     """
 
     pages: dict[int, KVPages]  # by the layer that owns them
-    # The last stage alone has the other arrays; a leaf may be an array, its shape or its sharding.
+    # Only the last stage has the other arrays.
     slots: Any = None  # SlotState
-    last_tokens_B: Any = None  # the token each slot drew last: the next step need not ask the host
-    drafts_KB: Any = None  # the draft tokens after it
-    rejected_B: Any = None  # how many of the drafts before it were rejected
-    loads_nLE: Any = None  # tokens of each expert, by layer with experts; the counters wrap
+    last_tokens_B: Leaf = None  # the token each slot drew last: the next step need not ask the host
+    drafts_KB: Leaf = None  # the draft tokens after it
+    rejected_B: Leaf = None  # how many of the drafts before it were rejected
+    loads_nLE: Leaf = None  # tokens of each expert, by layer with experts; the counters wrap
     # by layer with a state: arrays by slot
     recurrent: dict[int, dict[str, Any]] = struct.field(default_factory=dict)
     snapshots: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # and by page
@@ -89,7 +90,7 @@ def state_places(state: State) -> State:
     return State(pages, slots, last_tokens, drafts, rejected, loads, recurrent, snapshots)
 
 
-def held_of(state: State) -> tuple[Any, Any, Any]:
+def held_of(state: State) -> tuple[Leaf, Leaf, Leaf]:
     """The state of each slot beside its sampling state."""
     return state.last_tokens_B, state.drafts_KB, state.rejected_B
 

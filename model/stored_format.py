@@ -35,6 +35,11 @@ class StoredFormat:
         """The first format kept in memory."""
         return next((group.quant for group in self.groups if group.quant is not None), None)
 
+    @property
+    def names_tables(self) -> bool:
+        """Whether groups name all their modules, and so may name an embedding table."""
+        return not any("Linear" in group.targets for group in self.groups)
+
     @cached_property
     def spared(self) -> "Modules":
         return Modules(self.ignore, self.parts)

@@ -120,7 +120,9 @@ def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
         return normal() / math.sqrt(spec.fan_in)
     if spec.init == "bytes":  # packed quantised values, uniform
         return integers(0, 256, xp.uint8)
-    if spec.init == "sixes":  # quantised values of six bits
+    if spec.init == "fives":  # quantised values of five bits, one per byte
+        return integers(0, 32, xp.uint8)
+    if spec.init == "sixes":  # of six bits
         return integers(0, 64, xp.uint8)
     if spec.init == "words":
         return integers(0, 1 << 16, xp.uint16)

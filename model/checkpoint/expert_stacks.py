@@ -64,7 +64,7 @@ def split_by_expert(
 def read_expert(spec: ArraySpec, node: Any, sources, tensors: dict[str, Any]) -> Any:
     """Read one expert's matrix: keep the stored codes if the format matches, else quantise it."""
     if matrix.can_hold_codes(node, [tensors[source.name] for source in sources]):
-        return matrix.read_node(spec, node, sources, tensors)
+        return matrix.read_node(node, sources, tensors)
     return node.quantize(read_leaf(spec, sources, tensors))
 
 

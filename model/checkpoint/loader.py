@@ -366,11 +366,11 @@ def load_weights(
         if not isinstance(spec, Rounded):  # an array, or a node whose arrays have their own sources
             return jax.tree.map(partial(read_array, location), spec, sources)
         if can_hold_codes(spec, [tensors[source.name] for source in sources]):
-            leaf = read_node(dense, spec, sources, tensors)
+            leaf = read_node(spec, sources, tensors)
             report(nbytes(leaf))
             return leaf
         leaf = read_array(location, dense, sources, read_all=True)
-        return spec.quantize(np.moveaxis(leaf, dense.inputs, range(len(dense.inputs))))
+        return spec.quantize(np.moveaxis(leaf, spec.inputs, range(len(spec.inputs))))
 
     def read_and_put(location: Location, dense, spec, sources):
         leaf = read(location, dense, spec, sources)
@@ -421,10 +421,14 @@ def weight_specs(config: ModelConfig) -> ModelWeights:
     specs = specs.replace(layers=jax.tree.map(choose, dense.layers, specs.layers, sources.layers))
     if stored.rounds_head:
         return specs
-    name = "embed_VD" if config.tied else "head_VD"
-    kind = weight_format(stored, getattr(sources, name), getattr(dense, name))
-    quantised_head = {} if kind is None else {name: quant.packed(kind, getattr(dense, name))}
-    return specs.replace(**{"embed_VD": dense.embed_VD, "head_VD": dense.head_VD} | quantised_head)
+    tables = {"embed_VD": dense.embed_VD, "head_VD": dense.head_VD}
+    for name, table in tables.items():
+        is_product = config.tied == (name == "embed_VD")
+        if table is not None and (is_product or stored.names_tables):
+            by_rows = replace(table, inputs=(1,))  # products sum over the second axis
+            kind = weight_format(stored, getattr(sources, name), by_rows)
+            tables[name] = table if kind is None else quant.packed(kind, by_rows)
+    return specs.replace(**tables)
 
 
 def weight_format(stored: StoredFormat, source, dense: ArraySpec) -> str | None:

@@ -80,14 +80,17 @@ def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
     return tiles
 
 
-def tile_sixes(codes_KO: np.ndarray, padded: int) -> np.ndarray:
-    """Pack six-bit codes [K, O], one a byte, densely in blocks of 16 outputs."""
+WORDS = {5: (32, 5), 6: (16, 3)}  # neighbouring inputs and the words that hold them, by bits
+
+
+def tile_bits(codes_KO: np.ndarray, bits: int, padded: int) -> np.ndarray:
+    """Pack codes [K, O] of five or six bits, one a byte, densely in blocks of 16 outputs."""
     K, O = codes_KO.shape
+    inputs, words = WORDS[bits]
     codes_KO = np.ascontiguousarray(codes_KO)
-    tiles = empty((-(-O // LANES), padded // 16, 3, LANES), np.uint32)
-    library("pack").quire_tile_int6(
-        address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O))
-    )
+    tiles = empty((-(-O // LANES), padded // inputs, words, LANES), np.uint32)
+    tile_codes = {5: library("pack").quire_tile_int5, 6: library("pack").quire_tile_int6}[bits]
+    tile_codes(address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
     return tiles
 
 

@@ -9,6 +9,7 @@
 //   eight bits group 2    of codes under rows of bfloat16: int8, FP8
 //   four bits  group 8    a lane's low half holds k0 k2 k4 k6 and its high half k1 k3 k5 k7: int4, MXFP4, NF4
 //   six bits   group 16   three words, see Sixes
+//   five bits  group 32   five words, see Fives
 //
 // Rows that are taken together lie interleaved, a group of each after the other: [input / group][rows][group].
 //
@@ -72,7 +73,7 @@ constexpr bool NARROW_ROWS = false;
 #else
 constexpr bool NARROW_ROWS = true;
 #endif
-#if defined(QUIRE_BF16_PAIRS) || defined(QUIRE_AMX)
+#if defined(QUIRE_BF16_PAIRS)
 typedef uint16_t Half;
 #else
 typedef float Half;
@@ -131,7 +132,7 @@ __attribute__((always_inline)) inline Numbers made(const One& one, int i) {
 // `dot` where sums take most of the registers. Written out for AVX2, so that each stays in its own: the compiler would let
 // them change places with weights, until one has to wait in memory for its turn.
 inline F dot_in_place(F acc, Numbers w, const Half* x) {
-#if defined(__FMA__) && !defined(__AVX512F__) && !defined(QUIRE_AMX)
+#if defined(__FMA__) && !defined(__AVX512F__)
   asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(w), "x"(_mm256_broadcast_ss(x)));
   return acc;
 #else
@@ -263,7 +264,11 @@ struct F32 {
 
 struct Bf16 {
   using Weight = uint16_t;
+#if defined(QUIRE_AMX)
+  using X = uint16_t;
+#else
   using X = Half;
+#endif
   static constexpr bool NARROW = NARROW_ROWS;
   static constexpr int64_t BITS = 16;
   static constexpr bool WIDENS = false;
@@ -591,6 +596,45 @@ struct Sixes {
   }
 };
 
+// Five bits that count, 32 inputs in five words. The even inputs lie in the low halves and the odd ones in the high: three
+// of each in the lowest bits of a word, k0 to k5 in the first, and the highest bit of word i is bit i of k30 and k31.
+struct Fives {
+  using Word = uint32_t;
+  static constexpr int64_t WORD = 32, BITS = 5;
+  static constexpr int FULL = ROWS;
+  static constexpr bool WIDENS = STEP == 1;
+  static constexpr float UNIT = 1, MIDDLE = 16;
+#if defined(QUIRE_BF16_PAIRS) && defined(__AVX512F__)
+  static constexpr float MADE = -16;
+  // By a table of bfloat16; the lookup sees five bits.
+  static Numbers number(U v) {
+    alignas(64) static constexpr uint16_t TABLE[32] = {
+        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0,
+        0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+        0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+    return (U)_mm512_permutexvar_epi16((__m512i)v, _mm512_load_si512(TABLE));
+  }
+#else
+  static constexpr float MADE = 128;  // u with an exponent set
+  static Numbers number(U v) {
+    constexpr uint32_t EACH = STEP == 2 ? 0x00010001 : 0x00010000;
+    return (Numbers)((v & 31 * EACH) | 0x4300 * EACH);
+  }
+#endif
+
+  static Numbers part(const Word* w, int64_t at, int h, int i) {
+    const int pair = STEP == 2 ? i : i / 2, up = STEP == 2 || i % 2 ? 0 : 16;
+    auto word = [&](int n) { return lanes<U>(w + ((at >> 5) * 5 + n) * LANES + h * W); };
+    if (pair < 15) {
+      const int right = pair % 3 * 5 - up;
+      return number(right < 0 ? word(pair / 3) << -right : word(pair / 3) >> right);
+    }
+    U last{};
+    UNROLL for (int n = 0; n < 5; ++n) last |= word(n) >> (15 - n) & 0x00010001u << n;
+    return number(last << up);
+  }
+};
+
 // What the groups of an output share, [O / 16, K / group, 16]: how it is kept. `shared` gives it of lanes of a group.
 struct Single {
   static int64_t together(int64_t groups) { return groups; }
@@ -705,6 +749,7 @@ using Nf4 = Grouped<Nibbles<Tabled<NORMALS>>, Wide>;
 using Iq4 = Grouped<Nibbles<Tabled<STEPS>>, Wide>;
 using Fp4 = Grouped<Nibbles<Tabled<TWELFTHS>>, Wide>;
 using Uint4 = Grouped<Nibbles<Counts>, Wide>;
+using Uint5Half = Grouped<Fives, Float16>;
 using Fp8 = Grouped<Bytes<Floats8>, Wide>;
 using Int8Groups = Grouped<Bytes<Signed>, Wide>;
 using Four = Grouped<Nibbles<Counts>, Levels>;

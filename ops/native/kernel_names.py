@@ -16,7 +16,16 @@ ATTENTION = {  # by the dtypes of pages and queries
 # Kernels that round activations to int8 in groups, by the kernel for the same format that does not.
 ROUNDING = {
     name: f"{name}_a8"
-    for name in ("int4", "mxfp4", "float4", "iq4", "iq4_levels", "uint4", "uint4_levels")
+    for name in (
+        "int4",
+        "mxfp4",
+        "float4",
+        "iq4",
+        "iq4_levels",
+        "uint4",
+        "uint4_half",
+        "uint4_levels",
+    )
 }
 # Kernels that multiply bfloat16 activations with weights of a format.
 CODE_KERNELS = (
@@ -30,7 +39,9 @@ CODE_KERNELS = (
     "fp4",
     "iq4",
     "uint4",
+    "uint4_half",
     "uint4_levels",
+    "uint5_half",
     "uint6_levels",
     "iq4_levels",
 )

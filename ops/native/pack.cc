@@ -80,6 +80,27 @@ extern "C" void quire_tile_int4(const uint8_t* from, uint32_t* to, int64_t K, in
   });
 }
 
+// Codes of five bits [K, O], a byte each, to [O / 16][padded / 32][5][16]; see formats.h.
+extern "C" void quire_tile_int5(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
+  each_block((O + LANES - 1) / LANES, [&](int64_t block) {
+    uint32_t* out = to + block * padded / 32 * 5 * LANES;
+    std::memset(out, 0, padded / 32 * 5 * LANES * 4);
+    int64_t lanes = std::min(LANES, O - block * LANES);
+    for (int64_t k = 0; k < K; ++k) {
+      const uint8_t* in = from + k * O + block * LANES;
+      uint32_t* words = out + k / 32 * 5 * LANES;
+      int64_t pair = k % 32 / 2, half = k % 2 * 16;
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        uint32_t code = in[lane];
+        if (pair < 15)
+          words[pair / 3 * LANES + lane] |= code << (half + pair % 3 * 5);
+        else
+          for (int64_t word = 0; word < 5; ++word) words[word * LANES + lane] |= (code >> word & 1) << (half + 15);
+      }
+    }
+  });
+}
+
 // Codes of six bits [K, O], a byte each, to [O / 16][padded / 16][3][16]; see formats.h.
 extern "C" void quire_tile_int6(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
   each_block((O + LANES - 1) / LANES, [&](int64_t block) {

@@ -22,6 +22,7 @@ FORMATS = {
     "fp4": ".fp4",
     "k4": ".k4",
     "k6": ".k6",
+    "int5": ".int5",
     "codebook": ".codebook",
     "e8p": ".e8p",
     "int3": ".int3",

@@ -1,8 +1,8 @@
 """Grouped quantisation with a codebook: `group` neighbouring inputs of an output share a scale.
 
 Several formats are instances of it; their modules describe how they are stored. A scale is a
-float32, or has two levels: an int8 times a float16 that SUPER inputs share. Float32 holds this
-product exactly.
+float32 or float16, or has two levels: an int8 times a float16 that SUPER inputs share. Float32
+holds this product exactly.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu import LANES, PackedWeight, has_product, row_options
-from ..linear.cpu_layout import by_block, tile, tile_nibbles, tile_sixes
+from ..linear.cpu_layout import WORDS, by_block, tile, tile_bits, tile_nibbles
 from ..linear.weight import Weight, check_subscripts
 from . import four_bits
 from .compressed import FormatError, Rounded, multiply, split
@@ -77,25 +77,28 @@ CODES = {
     "iq4": Code(4, np.array(IQ4, np.float32), "iq4", "bytes"),
     "uint4": Code(4, np.arange(16, dtype=np.float32), "uint4", "bytes"),
     "int4": Code(4, np.arange(-8, 8, dtype=np.float32), "uint4", "bytes"),
+    "uint5": Code(5, np.arange(32, dtype=np.float32), "uint5", "fives"),
+    "int5": Code(5, np.arange(-16, 16, dtype=np.float32), "uint5", "fives"),
     "uint6": Code(6, np.arange(64, dtype=np.float32), "uint6", "sixes"),
     "int6": Code(6, np.arange(-32, 32, dtype=np.float32), "uint6", "sixes"),
     "int8": Code(
         8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"
     ),
 }
-WHOLE = {"uint4", "int4", "uint6", "int6", "int8"}  # consecutive integers
+WHOLE = {"uint4", "int4", "uint5", "int5", "uint6", "int6", "int8"}  # consecutive integers
 
 
-def kernel(code: str, levels: bool) -> str:
-    """The name of the native kernel."""
-    return CODES[code].kernel + ("_levels" if levels else "")
+def kernel(code: str, scale_dtype: Any) -> str:
+    """The name of the native kernel for scales in a dtype; int8 is the lower of two levels."""
+    suffixes = {"float32": "", "float16": "_half", "int8": "_levels"}
+    return CODES[code].kernel + suffixes[np.dtype(scale_dtype).name]
 
 
 class Grouped(Rounded):
     """weight = number(code) * scale - least."""
 
     codes: Any  # uint8 [*into, *out]; with four bits [count(K), O] as in `four_bits.py`
-    scale: Any  # float32 [ceil(K / group), *out]; int8 if it has two levels
+    scale: Any  # float32 or float16 [ceil(K / group), *out]; int8 if it has two levels
     least: Any  # subtracted after scaling, like `scale`; None: nothing
     super_scale: Any  # float16 [ceil(K / SUPER), *out], the upper level; None: one level
     super_least: Any  # the upper level of `least`
@@ -108,7 +111,7 @@ class Grouped(Rounded):
 
     @property
     def kernel(self) -> str:
-        return kernel(self.code, self.levels)
+        return kernel(self.code, self.scale.dtype)
 
     def inputs_per_value(self, field: str = "scale") -> int:
         return SUPER if field.startswith("super") else self.group
@@ -203,8 +206,8 @@ class Grouped(Rounded):
 
         if self.packed:
             tiles = tile_nibbles(codes, K, padded)
-        elif CODES[self.code].bits == 6:
-            tiles = tile_sixes(codes.reshape(K, -1), padded)
+        elif self.bits in WORDS:
+            tiles = tile_bits(codes.reshape(K, -1), self.bits, padded)
         else:
             tiles = tile(np.pad(codes.reshape(K, -1), ((0, padded - K), (0, 0))), 2)
         fields: dict[str, Any] = {
@@ -249,12 +252,12 @@ class Grouped(Rounded):
     def round_to_levels(
         self, name: str, values_GO: np.ndarray, fields: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Add group parameters to the fields, rounded to two levels if the format has them, and
-        return the rounded parameters.
+        """Add group parameters to the fields, rounded as the format stores them, and return the
+        rounded parameters.
         """
-        fields[name] = values_GO
         if not self.levels:
-            return values_GO
+            fields[name] = values_GO.astype(self.scale.dtype)
+            return fields[name].astype(np.float32)
         groups_per_super = SUPER // self.group
         blocks = np.pad(values_GO, ((0, -len(values_GO) % groups_per_super), (0, 0))).reshape(
             -1, groups_per_super, values_GO.shape[1]
@@ -304,10 +307,10 @@ SHARED = ("scale", "least", "super_scale", "super_least")  # group parameters
 class TiledGroups(PackedWeight):
     """Tiles for the native kernels, see formats.h in `ops/native`."""
 
-    # 8 bits: uint8 [O / 16, K / 2, 16, 2]; 4 bits: uint32 [O / 16, K / 8, 16]; 6 bits:
-    # uint32 [O / 16, K / 16, 3, 16]
+    # 8 bits: uint8 [O / 16, K / 2, 16, 2]; 4 bits: uint32 [O / 16, K / 8, 16]; 5 bits:
+    # uint32 [O / 16, K / 32, 5, 16]; 6 bits: uint32 [O / 16, K / 16, 3, 16]
     tiles: Any
-    scale: Any  # float32 [O / 16, K / group, 16]; int8 if it has two levels
+    scale: Any  # float32 or float16 [O / 16, K / group, 16]; int8 if it has two levels
     least: Any  # like `scale`; empty if there is none
     super_scale: Any = None  # float16 [O / 16, K / SUPER, 16]; None: one level
     super_least: Any = None  # like `super_scale`; empty if there is none
@@ -315,14 +318,15 @@ class TiledGroups(PackedWeight):
 
     @property
     def kernel(self) -> str:
-        return kernel(self.code, self.super_scale is not None)
+        return kernel(self.code, self.scale.dtype)
 
     def __getitem__(self, index):
         """Rows of an embedding, in float32."""
         K = math.prod(self.into)
         block = index // LANES
         lane = index % LANES
-        codes_KR = self.codes_of(block, lane).reshape(index.shape[0], -1).T
+        codes_KR = tile_codes(self.tiles, CODES[self.code].bits, block, lane)
+        codes_KR = codes_KR.reshape(index.shape[0], -1).T
         group = len(codes_KR) // self.scale.shape[1]
 
         def rows(values, super_values):
@@ -338,24 +342,32 @@ class TiledGroups(PackedWeight):
         least_GR = rows(self.least, self.super_least)
         return dequantize(self.code, group, codes_KR, scale_GR, least_GR)[:K].T
 
-    def codes_of(self, block, lane):
-        bits = CODES[self.code].bits
-        low = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
-        if bits == 8:
-            return self.tiles[block, :, lane]
-        if bits == 4:  # inputs 0 2 4 6 are in the low half of a word, and 1 3 5 7 in the high half
-            return self.tiles[block, :, lane, None] >> low & np.uint32(15)
-        words = self.tiles[block, :, :, lane]
-        pair = np.arange(16) // 2
-        half = np.arange(16) % 2 * 16
-        has_split_bits = pair >= 6  # their two high bits are in the third word
-        low = words[:, :, np.where(has_split_bits, pair - 6, pair // 2)] >> add_shifts(
-            half, np.where(has_split_bits, 12, pair % 2 * 6)
-        )
-        high = words[:, :, 2:] >> add_shifts(half, np.where(has_split_bits, 2 * pair, 0))
-        return jnp.where(
-            has_split_bits, low & np.uint32(15) | (high & np.uint32(3)) << 4, low & np.uint32(63)
-        )
+
+def tile_codes(tiles, bits: int, block, lane):
+    """The codes of rows [..., neighbouring inputs] from tiles, see `TiledGroups`."""
+    low = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
+    if bits == 8:
+        return tiles[block, :, lane]
+    if bits == 4:  # inputs 0 2 4 6 are in the low half of a word, and 1 3 5 7 in the high half
+        return tiles[block, :, lane, None] >> low & np.uint32(15)
+    words = tiles[block, :, :, lane]
+    if bits == 5:
+        pair = np.arange(30) // 2
+        first = words[:, :, pair // 3] >> add_shifts(np.arange(30) % 2 * 16, pair % 3 * 5)
+        # The last two have a bit in every word.
+        last = words[..., None] >> add_shifts(15, np.array([0, 16])) & np.uint32(1)
+        last = (last << np.arange(5, dtype=np.uint32)[:, None]).sum(2, dtype=jnp.uint32)
+        return jnp.concatenate([first & np.uint32(31), last], axis=2)
+    pair = np.arange(16) // 2
+    half = np.arange(16) % 2 * 16
+    has_split_bits = pair >= 6  # their two high bits are in the third word
+    low = words[:, :, np.where(has_split_bits, pair - 6, pair // 2)] >> add_shifts(
+        half, np.where(has_split_bits, 12, pair % 2 * 6)
+    )
+    high = words[:, :, 2:] >> add_shifts(half, np.where(has_split_bits, 2 * pair, 0))
+    return jnp.where(
+        has_split_bits, low & np.uint32(15) | (high & np.uint32(3)) << 4, low & np.uint32(63)
+    )
 
 
 def add_shifts(*terms: Any) -> np.ndarray:
@@ -365,7 +377,7 @@ def add_shifts(*terms: Any) -> np.ndarray:
 def combine_levels(values_GO, super_SO, group: int):
     """Group parameters in float32, with the levels multiplied."""
     if super_SO is None:
-        return values_GO
+        return values_GO.astype(jnp.float32)
     super_GO = jnp.repeat(super_SO.astype(jnp.float32), SUPER // group, axis=0)
     return values_GO.astype(jnp.float32) * super_GO[: len(values_GO)]
 
@@ -403,6 +415,7 @@ def spec(
     kind: type[Grouped] = Grouped,
     least: bool = False,
     levels: bool = False,
+    scale_dtype: Any = jnp.float32,
 ) -> Grouped:
     """The specs of a weight in a grouped format.
 
@@ -413,6 +426,7 @@ def spec(
         kind: the class of the node.
         least: whether a minimum is subtracted.
         levels: whether scales have two levels.
+        scale_dtype: the dtype of scales in one level.
     """
     into, out, axes = split(dense)
     K = math.prod(into)
@@ -435,7 +449,7 @@ def spec(
     scale = (
         group_spec(group, jnp.int8, "ones")
         if levels
-        else group_spec(group, jnp.float32, scale_init)
+        else group_spec(group, scale_dtype, scale_init)
     )
     super_scale = group_spec(SUPER, jnp.float16, scale_init) if levels else None
     return kind(
@@ -463,7 +477,7 @@ def by_table(
     """
 
     def kernels(*options: str) -> tuple[str, ...]:
-        return (kernel(code, "levels" in options),)
+        return (kernel(code, jnp.int8 if "levels" in options else jnp.float32),)
 
     def specs(dense: ArraySpec, *options: str) -> Grouped:
         if options and not (leveled and options == ("levels",)):
@@ -483,7 +497,7 @@ def by_count(name: str, bits: int) -> tuple[Callable[..., tuple[str, ...]], Call
     """
 
     def kernels(*options: str) -> tuple[str, ...]:
-        return (kernel(f"uint{bits}", True),)
+        return (kernel(f"uint{bits}", jnp.int8),)
 
     def specs(dense: ArraySpec, *options: str) -> Grouped:
         if options not in {("16",), ("32",), ("16", "least"), ("32", "least")}:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import PackedWeight, has_product, row_options
+from ..linear.cpu import LANES, PackedWeight, has_product, row_options
 from ..linear.cpu_layout import by_block, tile_nibbles
 from ..linear.weight import GpuMatrix, Weight
 from . import four_bits
@@ -34,7 +34,7 @@ from .compressed import (
     split_words,
     words,
 )
-from .grouped import CODES
+from .grouped import kernel, tile_codes
 from .grouped import spec as grouped
 
 GROUPS = ("32", "64", "128")
@@ -97,6 +97,19 @@ class Int4(Rounded):
         code_KO = four_bits.split(self.nibbles, math.prod(self.into)).astype(jnp.float32)
         zero = MIDDLE if self.zero is None else self.spread(self.zero)
         return (code_KO - zero) * self.spread(self.scale)
+
+    @property
+    def rows(self) -> int:
+        return self.scale.shape[1]
+
+    def __getitem__(self, index):
+        """Rows of an embedding, in float32."""
+        chosen = None if self.zero is None else self.zero[:, index]
+        return (
+            self.replace(nibbles=self.nibbles[:, index], scale=self.scale[:, index], zero=chosen)
+            .dense()
+            .T
+        )
 
     def spread(self, values_GO):
         """Expand group parameters to all inputs."""
@@ -223,18 +236,31 @@ class TiledInt4(PackedWeight):
     zero: Any  # uint8, the same shape or empty
     kernel = "int4"
 
+    def __getitem__(self, index):
+        """Rows of an embedding, in float32."""
+        block = index // LANES
+        lane = index % LANES
+        codes_RK = tile_codes(self.tiles, 4, block, lane).reshape(index.shape[0], -1)
+        group = codes_RK.shape[1] // self.scale.shape[1]
+        zero_RG = self.zero[block, :, lane] if self.zero.size else jnp.full((1, 1), MIDDLE)
+        values_RGI = codes_RK.reshape(index.shape[0], -1, group).astype(jnp.float32)
+        values_RGI -= zero_RG.astype(jnp.float32)[..., None]
+        values_RGI *= self.scale[block, :, lane].astype(jnp.float32)[..., None]
+        return values_RGI.reshape(index.shape[0], -1)[:, : math.prod(self.into)]
+
 
 def kernels(*options: str) -> tuple[str, ...]:
-    return (CODES["uint4"].kernel if "least" in options else "int4",)
+    scale_dtype = jnp.float16 if "half" in options else jnp.float32
+    return (kernel("uint4", scale_dtype) if "least" in options else "int4",)
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
     """See `Format.spec`. Options: a group size, and `zero` (zero points) or `least` (a minimum is
-    subtracted).
+    subtracted), and after it perhaps `half` (scales and minima are float16).
     """
-    sizes = [option for option in options if option in GROUPS]
-    if "least" in options and len(sizes) == 1 and len(options) == 2:
-        return grouped(dense, "uint4", int(sizes[0]), least=True)
+    if options[1:] in {("least",), ("least", "half")} and options[0] in GROUPS:
+        scale_dtype = jnp.float16 if "half" in options else jnp.float32
+        return grouped(dense, "uint4", int(options[0]), least=True, scale_dtype=scale_dtype)
     return spec_with_bits(4, dense, *options)
 
 

@@ -25,7 +25,7 @@ from quire.ops.quant.grouped import Grouped
 from quire.ops.quant.int4 import Int4
 from quire.serving.http.endpoints.ollama import details
 from quire.tests.support import served_codes, tiny, tiny_gguf
-from quire.tests.support.cases import cases, thinned
+from quire.tests.support.cases import cases, nightly_from, thinned
 
 KINDS = [*gguf_folder.KEPT, "F32", "F16", "BF16", "IQ3_S", "IQ2_XXS"]
 D = 256
@@ -79,13 +79,10 @@ def assert_matrices_equal(weights, matrices: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(
             layer.pre_attention_norm_D, matrices[f"model.layers.{i}.input_layernorm.weight"]
         )
-    np.testing.assert_array_equal(
-        dequantize(weights.embed_VD), matrices["model.embed_tokens.weight"]
-    )
-    head = dequantize(weights.head_VD)
-    np.testing.assert_array_equal(
-        head if head.shape == (96, D) else head.T, matrices["lm_head.weight"]
-    )
+    for leaf, name in ((weights.embed_VD, "model.embed_tokens"), (weights.head_VD, "lm_head")):
+        table = dequantize(leaf)
+        table_VD = table if table.shape == (96, D) else table.T
+        np.testing.assert_array_equal(table_VD, matrices[f"{name}.weight"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,12 +92,12 @@ def test_matrices_of_every_type_match_the_gguf_package(tmp_path, kind, caplog):
     matrices = tiny_gguf.write(tmp_path / "model.gguf", kind)
     weights = load_host_weights(tmp_path / "model.gguf")
     assert_matrices_equal(weights, matrices)
-    # the embedding is always dequantised
+    is_kept = kind in gguf_folder.KEPT
     assert ("quantised matrices are dequantised" in caplog.text) == (
-        kind not in ("F32", "F16", "BF16")
+        not is_kept and kind not in ("F32", "F16", "BF16")
     )
-    is_quantized = isinstance(weights.layers[0].mlp.down_FD, Int4 | Grouped)
-    assert is_quantized == (kind in gguf_folder.KEPT)
+    for leaf in (weights.layers[0].mlp.down_FD, weights.embed_VD, weights.head_VD):
+        assert isinstance(leaf, Int4 | Grouped) == is_kept
     assert read_config(hub.resolve(str(tmp_path / "model.gguf"))).quant == gguf_folder.KEPT.get(
         kind
     )
@@ -156,19 +153,36 @@ def test_engine_tokens_match_dense_and_are_batch_invariant(tmp_path, kind):
     assert llm.generate("a", choice_params)[0].outputs[0].text.strip() in ("fox", "bird")
 
 
-def test_tied_embedding_stays_quantized(tmp_path):
-    """Embedding lookups dequantise single rows."""
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    nightly_from(
+        3,
+        [
+            ("Q6_K", True),
+            ("Q4_0", True),
+            ("Q5_0", False),
+            ("Q5_0", True),
+            ("Q4_0", False),
+            ("Q5_1", False),
+            ("MXFP4", False),
+        ],
+    ),
+)
+def test_embedding_stays_quantized(tmp_path, kind, tied):
+    """Embedding lookups dequantise single rows, of the node and of its tiles for the kernels."""
     matrices = tiny_gguf.write(
-        tmp_path / "model.gguf", "Q6_K", tiny_gguf.LLAMA | {"tie_word_embeddings": True}
+        tmp_path / "model.gguf", kind, tiny_gguf.LLAMA | {"tie_word_embeddings": tied}
     )
     folder = hub.resolve(str(tmp_path / "model.gguf"))
     config = read_config(folder, "float32")
-    assert config.tied
+    assert config.tied == tied
     table = load_weights(folder, config, place=lambda spec, leaf: leaf).embed_VD
-    assert isinstance(table, Grouped)
-    np.testing.assert_array_equal(
-        table[np.array([5, 0, 95])], matrices["model.embed_tokens.weight"][[5, 0, 95]]
-    )
+    assert isinstance(table, Int4 | Grouped)
+    for lookup in (table, table.for_kernels("bfloat16")):
+        np.testing.assert_array_equal(
+            lookup[np.array([5, 0, 95])], matrices["model.embed_tokens.weight"][[5, 0, 95]]
+        )
+        assert lookup.rows == 96
     x = np.random.default_rng(0).standard_normal((3, D)).astype(np.float32)
     expected = x @ matrices["model.embed_tokens.weight"].T
     np.testing.assert_allclose(einsum("RD,VD->RV", jax.numpy.asarray(x), table), expected, atol=0.1)

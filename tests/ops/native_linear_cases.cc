@@ -32,12 +32,13 @@ struct Shape {
 };
 
 // Rows in bfloat16, or in float32 with all bits, and their values.
+template <typename X = Half>
 struct Input {
-  std::vector<Half> rows;
+  std::vector<X> rows;
   explicit Input(const Shape& s) : rows(s.T * s.K) {
-    for (Half& x : rows) {
+    for (X& x : rows) {
       float number = normal();
-      if constexpr (sizeof(Half) == 2)
+      if constexpr (sizeof(X) == 2)
         x = narrow(number);
       else
         x = NARROW_ROWS ? widen(narrow(number)) : number;
@@ -77,7 +78,7 @@ double worst(const Shape& s, const std::vector<float>& y, const Value& value) {
 template <typename P>
 double dense() {
   Shape s;
-  Input x(s);
+  Input<Bf16::X> x(s);
   std::vector<uint16_t> w(s.blocks * LANES * s.K);
   for (uint16_t& v : w) v = narrow(normal());
   auto y = multiply<P>(Bf16{w.data()}, x.rows.data(), s);
@@ -112,7 +113,7 @@ double bytes() {
 template <typename P>
 double nibbles() {
   Shape s;
-  Input x(s);
+  Input<> x(s);
   int64_t group = 32 << below(3), groups = s.K / group;
   std::vector<uint32_t> w(s.blocks * LANES * s.K / 8);
   std::vector<uint16_t> scale(s.blocks * LANES * groups, 0x3400);  // 0.25 in float16
@@ -137,7 +138,7 @@ template <typename P>
 double floats() {
   constexpr double VALUES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   Shape s;
-  Input x(s);
+  Input<> x(s);
   int64_t groups = s.K / 32;
   std::vector<uint32_t> w(s.blocks * LANES * s.K / 8);
   std::vector<uint8_t> scale(s.blocks * LANES * groups);
@@ -196,14 +197,18 @@ double small_float(int8_t bits) {
   return bits < 0 ? -size : size;
 }
 
-// Codes of 4, 6 or 8 bits with a scale per group, and perhaps a minimum.
+// A float16 from 2^-7 to 2^-5, and what a positive one that is not subnormal means.
+uint16_t small_half() { return static_cast<uint16_t>(0x2000 + below(2048)); }
+double from_half(uint16_t bits) { return std::ldexp(1024 + bits % 1024, bits / 1024 - 25); }
+
+// Codes of 4, 5, 6 or 8 bits with a scale per group, and perhaps a minimum.
 template <typename P, typename Format, typename Scale>
 double grouped() {
-  constexpr bool LEVELS = std::is_same_v<Scale, Levels>;
+  constexpr bool LEVELS = std::is_same_v<Scale, Levels>, HALF = std::is_same_v<Scale, Float16>;
   Shape s;
   if (LEVELS) s.K *= 2;
-  Input x(s);
-  int64_t group = 16 << below(4), groups = s.K / group, supers = s.K / Levels::SUPER, outputs = s.blocks * LANES;
+  Input<> x(s);
+  int64_t group = std::max<int64_t>(16 << below(4), Format::WORD), groups = s.K / group, supers = s.K / Levels::SUPER, outputs = s.blocks * LANES;
   std::vector<uint32_t> w(outputs * s.K * Format::BITS / 32);
   std::vector<typename Scale::Each> scale(outputs * groups), minimum(scale.size());
   std::vector<uint16_t> super_scale(LEVELS ? outputs * supers : 0);
@@ -214,16 +219,17 @@ double grouped() {
     for (size_t i = 0; i < 4 * w.size(); ++i)
       if ((bytes[i] & 0x7f) == 0x7f) bytes[i] = 0;  // NaN
   for (auto* array : {&scale, &minimum})
-    for (auto& v : *array) v = LEVELS ? below(256) - 128 : normal();
-  for (uint16_t& v : super_scale) v = static_cast<uint16_t>(0x2000 + below(8) * 128);  // 2^-7 to 2^-5 in float16
+    for (auto& v : *array) v = HALF ? small_half() : LEVELS ? below(256) - 128 : normal();
+  for (uint16_t& v : super_scale) v = small_half();
   for (int64_t i = 0; i < s.T * s.K; ++i) sums[i / group] += value(x.rows[i]);
   bool has_minimum = below(2);
   auto make_scale = [&](const auto* scales) {
     if constexpr (LEVELS)
       return Levels{scales, super_scale.data(), Levels::SUPER / group};
     else
-      return Wide(scales);
+      return Scale(scales);
   };
+  auto number = [](auto shared) { return HALF ? from_half(static_cast<uint16_t>(shared)) : double(shared); };
   const float* x_sum = has_minimum || Format::REST != 0 ? sums.data() : nullptr;
   Format f{reinterpret_cast<const typename Format::Word*>(w.data()), make_scale(scale.data()),
            make_scale(has_minimum ? minimum.data() : nullptr), x_sum, group};
@@ -237,6 +243,15 @@ double grouped() {
     } else if (Format::BITS == 4) {
       code = w[(block * (s.K / 8) + k / 8) * LANES + lane] >> (k % 2 * 16 + k % 8 / 2 * 4) & 15;
       if (!has_minimum) code -= 8;
+    } else if (Format::BITS == 5) {
+      const uint32_t* words = w.data() + (block * (s.K / 32) + k / 32) * 5 * LANES + lane;
+      int64_t pair = k % 32 / 2, half = k % 2 * 16;
+      uint32_t all = words[pair / 3 * LANES * (pair < 15)] >> (half + pair % 3 * 5) & 31;
+      if (pair == 15) {
+        all = 0;
+        for (int word = 0; word < 5; ++word) all |= (words[word * LANES] >> (half + 15) & 1) << word;
+      }
+      code = double(all) - (has_minimum ? 0 : 16);
     } else {
       const uint32_t* words = w.data() + (block * (s.K / 16) + k / 16) * 3 * LANES + lane;
       int64_t pair = k % 16 / 2, half = k % 2 * 16;
@@ -245,24 +260,24 @@ double grouped() {
                                     (words[2 * LANES] >> (half + 2 * pair) & 3) << 4;
       code = double(all) - (has_minimum ? 0 : 32);
     }
-    if (LEVELS) {
-      uint16_t bits = super_scale[(block * supers + k / Levels::SUPER) * LANES + lane];
-      super_value = std::ldexp(1024 + bits % 1024, bits / 1024 - 25);
-    }
-    return x.at(t * s.K + k) * super_value * (code * scale[at] - (has_minimum ? minimum[at] : 0));
+    if (LEVELS) super_value = from_half(super_scale[(block * supers + k / Levels::SUPER) * LANES + lane]);
+    double minimum_value = has_minimum ? number(minimum[at]) : 0;
+    return x.at(t * s.K + k) * super_value * (code * number(scale[at]) - minimum_value);
   });
 }
 
 // The largest error of one case of each kind; for float32 rows only of those that decode weights differently.
 double max_error_of_all_kinds() {
 #if defined(QUIRE_FLOAT_ROWS)
-  return std::max({nibbles<Pool>(), grouped<Parked, Six, Levels>(), grouped<Pool, Fp8, Wide>()});
+  return std::max({nibbles<Pool>(), grouped<Parked, Six, Levels>(), grouped<Pool, Uint5Half, Float16>(),
+                   grouped<Pool, Fp8, Wide>()});
 #else
   return std::max({dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
                    nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4, Wide>(), grouped<Pool, Int8Groups, Wide>(),
                    grouped<Pool, Four, Levels>(), grouped<Pool, Six, Levels>(), grouped<Parked, Uint4, Wide>(),
                    grouped<Parked, Six, Levels>(), byte_rows<Pool, Uint4Bytes>(), byte_rows<Pool, Float4Bytes>(),
-                   byte_rows<Pool, Iq4Bytes>(), grouped<Pool, Fp8, Wide>()});
+                   byte_rows<Pool, Iq4Bytes>(), grouped<Pool, Fp8, Wide>(), grouped<Pool, Uint5Half, Float16>(),
+                   grouped<Parked, Uint5Half, Float16>()});
 #endif
 }
 

@@ -41,6 +41,9 @@ FORMATS = (
     "int8-weights-16",
     "int8-weights-32-least",
     "int4-32-least",
+    "int4-32-least-half",
+    "int5-32",
+    "int5-32-least",
     "iq4",
     "fp4",
     "k4-32-least",
@@ -57,6 +60,7 @@ INT8_ROW_FORMATS = (  # formats whose kernels can quantise rows to int8
     "int4-128-zero",
     "int4-zero",
     "int4-32-least",
+    "int4-32-least-half",
     "k4-32-least",
     "iq4",
     "iq4-levels",
@@ -68,6 +72,7 @@ FLOAT32_ROW_FORMATS = (
     "int8-weights of floats",
     "int4-64 of floats",
     "nf4 of floats",
+    "int5-32 of floats",
     "k6-16 of floats",
 )
 # formats tested outside of slow runs: float32 kernels take seconds to compile

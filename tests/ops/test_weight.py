@@ -93,11 +93,11 @@ def test_forced_implementation_must_support_the_weight():
         pick(make_weight(STACK, None, False), 0, implementation="native")
 
 
-def test_int4_is_neither_embedding_nor_stack():
-    node = make_weight(DENSE, "int4", False)
-    with pytest.raises(TypeError, match="Int4 is no embedding"):
+def test_codebook_is_neither_embedding_nor_stack():
+    node = make_weight(DENSE, "codebook-4", False)
+    with pytest.raises(TypeError, match="Codebook is no embedding"):
         rows(node)
-    with pytest.raises(TypeError, match="Int4 is neither an embedding nor a stack"):
+    with pytest.raises(TypeError, match="Codebook is neither an embedding nor a stack"):
         node[jnp.array([0])]
 
 

@@ -201,7 +201,7 @@ def test_cross_compiled_wheel_for_arm(pure_wheel, tmp_path):
     kernels = build.private(tmp_path / "kernels")
     offered = {
         "probe": {"quire_permitted"},
-        "pack": {"quire_tile", "quire_tile_int4", "quire_tile_int6"},
+        "pack": {"quire_tile", "quire_tile_int4", "quire_tile_int5", "quire_tile_int6"},
     }
     offered |= {"blank": {"quire_kernel"}, "sampling": {"quire_kernel"}}
     for isa in build.ISAS["aarch64"]:

@@ -136,7 +136,7 @@ def can_hold_codes(node: Any, tensors: list[Any]) -> bool:
     return all(isinstance(tensor, Matrix) and tensor.holds(element) for tensor in tensors)
 
 
-def read_node(dense: ArraySpec, node: Rounded, sources, tensors: dict[str, Any]) -> Any:
+def read_node(node: Rounded, sources, tensors: dict[str, Any]) -> Any:
     """Build a node from stored codes without requantising.
 
     Every field is broadcast to the matrix's shape and then treated like a dense weight: each
@@ -156,7 +156,7 @@ def read_node(dense: ArraySpec, node: Rounded, sources, tensors: dict[str, Any])
             out = fields[name]
             step = {columns: 1, 1: columns}.get(value.shape[1], node.inputs_per_value(name))
             values = np.moveaxis(
-                source.transform(matrix.spread(name, value, node)), dense.inputs, range(axes)
+                source.transform(matrix.spread(name, value, node)), node.inputs, range(axes)
             )
             values = values.reshape(columns, *values.shape[axes:])
             values = values[: value.shape[1]] if name in node.lists else values[::step]

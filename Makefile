@@ -92,7 +92,7 @@ docs: $(VENV)/.docs
 
 # On x86-64 Linux also a wheel with kernels for every kind of x86 processor, and one for ARM's if there is a cross compiler:
 # some minutes of compilation each. Elsewhere the wheel for all is the only one.
-KERNELS := amx avx512_bf16 avx512 avx2 baseline
+KERNELS := amx avx512_bf16 avx512_vnni avx512 avx2 baseline
 ARM_KERNELS := bf16 dotprod neon
 ARM_CXX := aarch64-linux-gnu-g++
 dist: $(VENV)/.test

@@ -224,10 +224,7 @@ const float* widened(const Format& f, const Panel& panel, int64_t K) {
 constexpr int64_t OFTEN = FEW_REGISTERS ? 2 * ROWS : 2 * MANY;
 
 template <typename Pool, typename Format>
-void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
-#if defined(QUIRE_AMX)
-  if constexpr (Format::TILES) return tile_product(pool, f, x, T, K, out);
-#endif
+void vector_product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
   const int width = out.activation ? BLOCKS / 2 : BLOCKS;
   const int64_t most = FEW_REGISTERS || T <= 2 * MANY ? Format::MOST : ROWS;
   std::vector<typename Format::X> mixed;
@@ -259,6 +256,16 @@ void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T
       any_rows(f, x, row, std::min(most, stop - row), K, panel, used, out);
     }
   }, weights_of(f, T, K, out));
+}
+
+template <typename Pool, typename Format>
+void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
+#if defined(QUIRE_AMX)
+  if constexpr (Format::TILES)
+    tile_product(pool, f, x, T, K, out);
+  else
+#endif
+    vector_product(pool, f, x, T, K, out);
 }
 
 }  // namespace quire

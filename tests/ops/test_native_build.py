@@ -173,6 +173,20 @@ def test_key_of_native_flags_depends_on_the_processor(small_sources, monkeypatch
     assert name("-mcpu=armv8", "sve") == name("-mcpu=armv8", "neon")
 
 
+@pytest.mark.parametrize(
+    ("vendor", "best"), [("GenuineIntel", "avx512_vnni"), ("AuthenticAMD", "avx512_bf16")]
+)
+def test_bfloat16_dot_products_are_avoided_where_they_are_slow(monkeypatch, vendor, best):
+    flags = " ".join(build.ISAS["x86_64"]["avx512_bf16"].required_flags)
+    info = {"vendor_id": vendor, "flags": flags}
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(
+        build, "cpu_info", lambda *names: tuple(info[name] for name in names if name in info)
+    )
+    first, *others = build.choices()
+    assert first == best and {"avx512_bf16", "avx512_vnni", "avx512", "avx2"} <= {first, *others}
+
+
 def test_cache_folder_writable_by_others_is_rejected(small_sources):
     folder = build.cache_folder()
     folder.mkdir(parents=True)

@@ -136,7 +136,9 @@ def check(
     weight_formats = {config.quant, *(group.quant for group in groups)}
     for name in sorted(filter(None, weight_formats)) if tensor > 1 else ():
         if not quant.splits(name):
-            alternatives = [name for name in quant.FORMATS if quant.splits(name)]
+            alternatives = [
+                name for name in quant.FORMATS if quant.splits(name) and quant.is_choice(name)
+            ]
             raise ModelError(
                 f"quantization is {name!r}, whose weights cannot be split by columns: use "
                 f"{' or '.join(alternatives)} with tensor_parallel_size {tensor}, or 1"

@@ -16,7 +16,7 @@ class StoredGroup:
     multiple: int = 1  # matrices with other numbers of inputs are dequantised
 
     @cached_property
-    def aimed(self) -> "Modules":
+    def target_modules(self) -> "Modules":
         return Modules(self.targets)
 
 
@@ -27,7 +27,7 @@ class StoredFormat:
     method: str  # quant_method in quantization_config
     groups: tuple[StoredGroup, ...]
     ignore: tuple[str, ...] = ()  # modules that are not quantised
-    parts: bool = False  # whether names in `ignore` match substrings
+    match_substrings: bool = False  # whether names in `ignore` match parts of a module's name
     rounds_head: bool = True  # whether the head is quantised while loading
 
     @property
@@ -36,20 +36,24 @@ class StoredFormat:
         return next((group.quant for group in self.groups if group.quant is not None), None)
 
     @property
-    def names_tables(self) -> bool:
-        """Whether groups name all their modules, and so may name an embedding table."""
+    def names_all_modules(self) -> bool:
+        """Whether no group stands for all linear modules; a group may then name an embedding."""
         return not any("Linear" in group.targets for group in self.groups)
 
     @cached_property
-    def spared(self) -> "Modules":
-        return Modules(self.ignore, self.parts)
+    def ignored_modules(self) -> "Modules":
+        return Modules(self.ignore, self.match_substrings)
 
     def group_of(self, module: str) -> StoredGroup | None:
         """The group of a linear module; None if it is not quantised."""
-        if module in self.spared:
+        if module in self.ignored_modules:
             return None
         return next(
-            (group for group in self.groups if "Linear" in group.targets or module in group.aimed),
+            (
+                group
+                for group in self.groups
+                if "Linear" in group.targets or module in group.target_modules
+            ),
             None,
         )
 
@@ -67,14 +71,16 @@ class Modules:
     """A set of modules: by name, where `*` matches anything, or by a regular expression after
     `re:`.
 
-    `parts`: names also match neighbouring components of a longer name.
+    `match_substrings`: names also match neighbouring components of a longer name.
     """
 
     def __init__(self, names: tuple[str, ...], match_substrings: bool = False):
         self.names = frozenset(name for name in names if not name.startswith("re:"))
         self.patterns = [re.compile(name[3:]) for name in names if name.startswith("re:")]
         self.wild = [name.split("*") for name in self.names if "*" in name]
-        self.parts = [f".{name.strip('.')}." for name in self.names] if match_substrings else []
+        self.substrings = (
+            [f".{name.strip('.')}." for name in self.names] if match_substrings else []
+        )
 
     def __contains__(self, module: str) -> bool:
         dotted = f".{module}."
@@ -82,7 +88,7 @@ class Modules:
             module in self.names
             or any(pattern.match(module) for pattern in self.patterns)
             or any(follow(module, *pieces) for pieces in self.wild)
-            or any(substring in dotted for substring in self.parts)
+            or any(substring in dotted for substring in self.substrings)
         )
 
 

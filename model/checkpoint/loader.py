@@ -421,13 +421,13 @@ def weight_specs(config: ModelConfig) -> ModelWeights:
     specs = specs.replace(layers=jax.tree.map(choose, dense.layers, specs.layers, sources.layers))
     if stored.rounds_head:
         return specs
+    head = "embed_VD" if config.tied else "head_VD"
     tables = {"embed_VD": dense.embed_VD, "head_VD": dense.head_VD}
-    for name, table in tables.items():
-        is_product = config.tied == (name == "embed_VD")
-        if table is not None and (is_product or stored.names_tables):
-            by_rows = replace(table, inputs=(1,))  # products sum over the second axis
-            kind = weight_format(stored, getattr(sources, name), by_rows)
-            tables[name] = table if kind is None else quant.packed(kind, by_rows)
+    for name in {head, "embed_VD"} if stored.names_all_modules else {head}:
+        table = replace(tables[name], inputs=(1,))  # a row shares its scales, as an output does
+        kind = weight_format(stored, getattr(sources, name), table)
+        if kind is not None:
+            tables[name] = quant.packed(kind, table)
     return specs.replace(**tables)
 
 

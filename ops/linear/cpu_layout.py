@@ -80,7 +80,8 @@ def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
     return tiles
 
 
-WORDS = {5: (32, 5), 6: (16, 3)}  # neighbouring inputs and the words that hold them, by bits
+# By the bits of a code: so many neighbouring inputs of an output share so many 32-bit words.
+WORDS = {5: (32, 5), 6: (16, 3)}
 
 
 def tile_bits(codes_KO: np.ndarray, bits: int, padded: int) -> np.ndarray:
@@ -89,8 +90,8 @@ def tile_bits(codes_KO: np.ndarray, bits: int, padded: int) -> np.ndarray:
     inputs, words = WORDS[bits]
     codes_KO = np.ascontiguousarray(codes_KO)
     tiles = empty((-(-O // LANES), padded // inputs, words, LANES), np.uint32)
-    tile_codes = {5: library("pack").quire_tile_int5, 6: library("pack").quire_tile_int6}[bits]
-    tile_codes(address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
+    pack_codes = getattr(library("pack"), f"quire_tile_int{bits}")
+    pack_codes(address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
     return tiles
 
 

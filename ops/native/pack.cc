@@ -40,6 +40,22 @@ void tile(const T* from, T* to, int64_t K, int64_t padded, int64_t O, int64_t gr
   });
 }
 
+// Codes [K, O], a byte each, to [O / 16][padded / INPUTS][WORDS][16]. `put` adds a code to a lane's words, by the pair of
+// inputs that it belongs to and the bit at which its half of a word begins.
+template <int64_t INPUTS, int64_t WORDS, typename Put>
+void tile_words(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O, const Put& put) {
+  each_block((O + LANES - 1) / LANES, [&](int64_t block) {
+    uint32_t* out = to + block * padded / INPUTS * WORDS * LANES;
+    std::memset(out, 0, padded / INPUTS * WORDS * LANES * 4);
+    int64_t lanes = std::min(LANES, O - block * LANES);
+    for (int64_t k = 0; k < K; ++k) {
+      const uint8_t* in = from + k * O + block * LANES;
+      uint32_t* words = out + k / INPUTS * WORDS * LANES;
+      for (int64_t lane = 0; lane < lanes; ++lane) put(words + lane, k % INPUTS / 2, k % 2 * 16, in[lane]);
+    }
+  });
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -82,44 +98,22 @@ extern "C" void quire_tile_int4(const uint8_t* from, uint32_t* to, int64_t K, in
 
 // Codes of five bits [K, O], a byte each, to [O / 16][padded / 32][5][16]; see formats.h.
 extern "C" void quire_tile_int5(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
-  each_block((O + LANES - 1) / LANES, [&](int64_t block) {
-    uint32_t* out = to + block * padded / 32 * 5 * LANES;
-    std::memset(out, 0, padded / 32 * 5 * LANES * 4);
-    int64_t lanes = std::min(LANES, O - block * LANES);
-    for (int64_t k = 0; k < K; ++k) {
-      const uint8_t* in = from + k * O + block * LANES;
-      uint32_t* words = out + k / 32 * 5 * LANES;
-      int64_t pair = k % 32 / 2, half = k % 2 * 16;
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        uint32_t code = in[lane];
-        if (pair < 15)
-          words[pair / 3 * LANES + lane] |= code << (half + pair % 3 * 5);
-        else
-          for (int64_t word = 0; word < 5; ++word) words[word * LANES + lane] |= (code >> word & 1) << (half + 15);
-      }
-    }
+  tile_words<32, 5>(from, to, K, padded, O, [](uint32_t* words, int64_t pair, int64_t half, uint32_t code) {
+    if (pair < 15)
+      words[pair / 3 * LANES] |= code << (half + pair % 3 * 5);
+    else
+      for (int64_t word = 0; word < 5; ++word) words[word * LANES] |= (code >> word & 1) << (half + 15);
   });
 }
 
 // Codes of six bits [K, O], a byte each, to [O / 16][padded / 16][3][16]; see formats.h.
 extern "C" void quire_tile_int6(const uint8_t* from, uint32_t* to, int64_t K, int64_t padded, int64_t O) {
-  each_block((O + LANES - 1) / LANES, [&](int64_t block) {
-    uint32_t* out = to + block * padded / 16 * 3 * LANES;
-    std::memset(out, 0, padded / 16 * 3 * LANES * 4);
-    int64_t lanes = std::min(LANES, O - block * LANES);
-    for (int64_t k = 0; k < K; ++k) {
-      const uint8_t* in = from + k * O + block * LANES;
-      uint32_t* words = out + k / 16 * 3 * LANES;
-      int64_t pair = k % 16 / 2, half = k % 2 * 16;
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        uint32_t code = in[lane];
-        if (pair < 6) {
-          words[pair / 2 * LANES + lane] |= code << (half + pair % 2 * 6);
-        } else {
-          words[(pair - 6) * LANES + lane] |= code % 16 << (half + 12);
-          words[2 * LANES + lane] |= code / 16 << (half + 2 * pair);
-        }
-      }
+  tile_words<16, 3>(from, to, K, padded, O, [](uint32_t* words, int64_t pair, int64_t half, uint32_t code) {
+    if (pair < 6) {
+      words[pair / 2 * LANES] |= code << (half + pair % 2 * 6);
+    } else {
+      words[(pair - 6) * LANES] |= code % 16 << (half + 12);
+      words[2 * LANES] |= code / 16 << (half + 2 * pair);
     }
   });
 }

@@ -89,11 +89,16 @@ def example(name: str) -> Rounded:
 
 def check(name: str) -> str:
     """Return the name if weights can be quantised to it; otherwise FormatError with a list."""
-    if name.split("-")[0] not in FORMATS or format_of(name)[0].CHOICES is None:
+    if name.split("-")[0] not in FORMATS or not is_choice(name):
         choices = [module.CHOICES for module in formats() if module.CHOICES is not None]
         raise FormatError(f"quantization is {name!r}; it can be {', or '.join(choices)}")
     example(name)
     return name
+
+
+def is_choice(name: str) -> bool:
+    """Whether users can ask for the format; others come with checkpoints only."""
+    return format_of(name)[0].CHOICES is not None
 
 
 def stored_schemes() -> dict[str, Scheme]:

@@ -414,7 +414,6 @@ def spec(
     group: int,
     kind: type[Grouped] = Grouped,
     least: bool = False,
-    levels: bool = False,
     scale_dtype: Any = jnp.float32,
 ) -> Grouped:
     """The specs of a weight in a grouped format.
@@ -425,8 +424,7 @@ def spec(
         group: inputs of a group.
         kind: the class of the node.
         least: whether a minimum is subtracted.
-        levels: whether scales have two levels.
-        scale_dtype: the dtype of scales in one level.
+        scale_dtype: the dtype of the scales; int8 is the lower of two levels.
     """
     into, out, axes = split(dense)
     K = math.prod(into)
@@ -446,11 +444,8 @@ def spec(
         )
 
     scale_init = f"scale/{CODES[code].drawn:g}"
-    scale = (
-        group_spec(group, jnp.int8, "ones")
-        if levels
-        else group_spec(group, scale_dtype, scale_init)
-    )
+    levels = scale_dtype == jnp.int8
+    scale = group_spec(group, scale_dtype, "ones" if levels else scale_init)
     super_scale = group_spec(SUPER, jnp.float16, scale_init) if levels else None
     return kind(
         codes=replace(
@@ -476,8 +471,11 @@ def by_table(
     With `leveled`, the format has the option `levels`: scales in two levels.
     """
 
+    def scale_dtype(options: tuple[str, ...]) -> Any:
+        return jnp.int8 if "levels" in options else jnp.float32
+
     def kernels(*options: str) -> tuple[str, ...]:
-        return (kernel(code, jnp.int8 if "levels" in options else jnp.float32),)
+        return (kernel(code, scale_dtype(options)),)
 
     def specs(dense: ArraySpec, *options: str) -> Grouped:
         if options and not (leveled and options == ("levels",)):
@@ -485,25 +483,28 @@ def by_table(
                 f"{name} has no option "
                 f"{'-'.join(options)!r}{'; it can be levels' if leveled else ''}"
             )
-        return spec(dense, code, group, levels=bool(options))
+        return spec(dense, code, group, scale_dtype=scale_dtype(options))
 
     return kernels, specs
 
 
-def by_count(name: str, bits: int) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
-    """The functions `kernels` and `spec` of an integer format with scales in two levels.
+def by_count(
+    name: str, bits: int, groups: tuple[str, ...] = ("16", "32"), scale_dtype: Any = jnp.int8
+) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
+    """The functions `kernels` and `spec` of an integer format, by default with scales in two
+    levels.
 
-    Its options are the group size, 16 or 32, and optionally `least`: a minimum is subtracted.
+    Its options are one of the group sizes and optionally `least`: a minimum is subtracted.
     """
 
     def kernels(*options: str) -> tuple[str, ...]:
-        return (kernel(f"uint{bits}", jnp.int8),)
+        return (kernel(f"uint{bits}", scale_dtype),)
 
     def specs(dense: ArraySpec, *options: str) -> Grouped:
-        if options not in {("16",), ("32",), ("16", "least"), ("32", "least")}:
+        if options[:1] not in {(group,) for group in groups} or options[1:] not in {(), ("least",)}:
             raise FormatError(
-                f"{name} has no options {'-'.join(options)!r}; they can be 16 or 32, and after "
-                "it least"
+                f"{name} has no options {'-'.join(options)!r}; they can be "
+                f"{' or '.join(groups)}, and after it least"
             )
         least = "least" in options
         return spec(
@@ -511,7 +512,7 @@ def by_count(name: str, bits: int) -> tuple[Callable[..., tuple[str, ...]], Call
             f"uint{bits}" if least else f"int{bits}",
             int(options[0]),
             least=least,
-            levels=True,
+            scale_dtype=scale_dtype,
         )
 
     return kernels, specs

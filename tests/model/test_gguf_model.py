@@ -201,6 +201,13 @@ def test_sharding_must_not_split_a_256_block(tmp_path):
         partition.check(config, 4, 1, 1)
 
 
+def test_formats_that_cannot_be_split_by_columns_name_those_that_can(tmp_path):
+    tiny_gguf.write(tmp_path / "model.gguf", "Q4_0")
+    config = read_config(hub.resolve(str(tmp_path / "model.gguf")))
+    with pytest.raises(ModelError, match="use int8 or fp8 with tensor_parallel_size 2, or 1"):
+        partition.check(config, 2, 1, 1)
+
+
 def test_split_file_is_loaded_by_any_part_or_folder(tmp_path):
     """The folder holds no other files."""
     (tmp_path / "m").mkdir()

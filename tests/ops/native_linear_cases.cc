@@ -208,7 +208,8 @@ double grouped() {
   Shape s;
   if (LEVELS) s.K *= 2;
   Input<> x(s);
-  int64_t group = std::max<int64_t>(16 << below(4), Format::WORD), groups = s.K / group, supers = s.K / Levels::SUPER, outputs = s.blocks * LANES;
+  int64_t group = std::max<int64_t>(16 << below(4), Format::WORD), groups = s.K / group;
+  int64_t supers = s.K / Levels::SUPER, outputs = s.blocks * LANES;
   std::vector<uint32_t> w(outputs * s.K * Format::BITS / 32);
   std::vector<typename Scale::Each> scale(outputs * groups), minimum(scale.size());
   std::vector<uint16_t> super_scale(LEVELS ? outputs * supers : 0);

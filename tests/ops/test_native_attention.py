@@ -28,7 +28,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LONGEST = 1300  # positions: more than two spans of keys
 # Instruction sets with bfloat16 dot products: attention weights are rounded to bfloat16, and so are
 # rotated queries.
-PAIRWISE = "avx512_bf16", "amx", "bf16"
+PAIRWISE = "avx512_bf16", "bf16"
 ISAS = [name for name in build.isas() if "emulated" not in name]
 
 

@@ -98,7 +98,11 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     groups.sort(key=lambda group: group.targets[0].startswith("re:"))  # names before patterns
     all_groups = (*groups, scheme_group(method, version, settings, ("Linear",)))
     return StoredFormat(
-        method, all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False
+        method,
+        all_groups,
+        ("lm_head", "embed_tokens", *ignore),
+        match_substrings=True,
+        rounds_head=False,
     )
 
 

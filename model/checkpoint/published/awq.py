@@ -99,7 +99,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         "awq",
         (make_group(form),),
         ("lm_head", "embed_tokens", *ignore),
-        parts=True,
+        match_substrings=True,
         rounds_head=False,
     )
 

@@ -150,7 +150,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         f"{CONFIG_KEY}.llm_int8_skip_modules", settings.get("llm_int8_skip_modules", [])
     )
     ignore = ("lm_head", "embed_tokens", *skipped)
-    return StoredFormat("bitsandbytes", (group,), ignore, parts=True, rounds_head=False)
+    return StoredFormat("bitsandbytes", (group,), ignore, match_substrings=True, rounds_head=False)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:

@@ -73,7 +73,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         settings["quant_method"],
         (group,),
         ("lm_head", "embed_tokens", *ignored_names),
-        parts=True,
+        match_substrings=True,
         rounds_head=False,
     )
 

@@ -134,7 +134,11 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
             groups.append(scheme_group(settings | checked_entries(key_path, scheme, KEYS), targets))
     all_groups = (*groups, scheme_group(settings, ("Linear",)))
     return StoredFormat(
-        "gptq", all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False
+        "gptq",
+        all_groups,
+        ("lm_head", "embed_tokens", *ignore),
+        match_substrings=True,
+        rounds_head=False,
     )
 
 

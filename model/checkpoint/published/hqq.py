@@ -142,7 +142,11 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     skipped = checked_patterns(f"{CONFIG_KEY}.skip_modules", settings.get("skip_modules", []))
     group = StoredGroup(format_name(bits, size, axis), HqqLayout(bits, size, axis), multiple=size)
     return StoredFormat(
-        "hqq", (group,), ("lm_head", "embed_tokens", *skipped), parts=True, rounds_head=False
+        "hqq",
+        (group,),
+        ("lm_head", "embed_tokens", *skipped),
+        match_substrings=True,
+        rounds_head=False,
     )
 
 

@@ -86,7 +86,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         "modelopt",
         read_groups(key_path, settings),
         ("lm_head", "embed_tokens", *ignore),
-        parts=True,
+        match_substrings=True,
         rounds_head=False,
     )
 

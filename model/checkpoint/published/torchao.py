@@ -122,7 +122,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         "torchao",
         tuple(groups),
         ("lm_head", "embed_tokens", *ignore),
-        parts=True,
+        match_substrings=True,
         rounds_head=False,
     )
 
@@ -420,7 +420,7 @@ def matrix(
         (
             candidate
             for candidate in stored.groups
-            if "Linear" in candidate.targets or stem in candidate.aimed
+            if "Linear" in candidate.targets or stem in candidate.target_modules
         ),
         None,
     )

@@ -399,7 +399,7 @@ def load(
 
 
 def check_rounding(weights: ModelWeights, config: ModelConfig, placement: Placement) -> None:
-    """Refuse rows of bytes where no weight would meet them."""
+    """Refuse int8 activations that no product would use."""
     nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, PackedWeight))
     if config.activation_dtype == "auto" or any(
         isinstance(node, PackedWeight) and node.int8_activations for node in nodes
@@ -411,8 +411,8 @@ def check_rounding(weights: ModelWeights, config: ModelConfig, placement: Placem
         reason = "the native kernels, which alone can do that, are not in use here; leave it out"
     else:
         reason = (
-            "no weight of the model has four bits in groups of at least 32 inputs; leave it out, "
-            "or choose a quantization such as int4-64"
+            "no weight of the model has a format with int8 activations on request "
+            "(docs/quantisation.md); leave it out, or choose a quantization such as int4-64"
         )
     raise ModelError(f"activation_dtype is {config.activation_dtype!r}, and {reason}")
 

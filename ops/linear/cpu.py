@@ -123,29 +123,21 @@ def has_product(kernel: str, rows: str) -> bool:
     return has_kernel(kernel_names.FLOAT_ROWS[kernel] if keeps_floats(rows) else kernel)
 
 
-def row_options(kernel: str, group: int, rows: str) -> dict[str, Any]:
+def row_options(kernel: str, rows: str) -> dict[str, Any]:
     """The fields of a `PackedWeight` that say how its kernel takes rows of this type."""
     return {
-        "int8_activations": uses_int8_activations(kernel, group, rows),
+        "int8_activations": uses_int8_activations(kernel, rows),
         "float_rows": keeps_floats(rows),
     }
 
 
-def uses_int8_activations(kernel: str, group: int, rows: str) -> bool:
+def uses_int8_activations(kernel: str, rows: str) -> bool:
     """Whether a kernel rounds rows of this type to int8."""
     return (
         rows.startswith("int8")
-        and supports_int8_activations(kernel, group)
+        and kernel in kernel_names.ROUNDING
         and has(kernel_names.ROUNDING[kernel])
     )
-
-
-def supports_int8_activations(kernel: str, group: int) -> bool:
-    """Whether a kernel has a variant with int8 activations, and the variant is faster.
-
-    It is not with groups of fewer than 32 inputs.
-    """
-    return group >= 32 and kernel in kernel_names.ROUNDING
 
 
 def call(node: PackedWeight, x, bias, dtype, activation: int = 0):

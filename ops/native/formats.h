@@ -742,18 +742,4 @@ struct Grouped {
   }
 };
 
-using Int4 = Grouped<Nibbles<Counts>, Float16>;
-using Mxfp4 = Grouped<Nibbles<Floats>, Exponent>;
-using Float4 = Grouped<Nibbles<Floats>, Wide>;
-using Nf4 = Grouped<Nibbles<Tabled<NORMALS>>, Wide>;
-using Iq4 = Grouped<Nibbles<Tabled<STEPS>>, Wide>;
-using Fp4 = Grouped<Nibbles<Tabled<TWELFTHS>>, Wide>;
-using Uint4 = Grouped<Nibbles<Counts>, Wide>;
-using Uint5Half = Grouped<Fives, Float16>;
-using Fp8 = Grouped<Bytes<Floats8>, Wide>;
-using Int8Groups = Grouped<Bytes<Signed>, Wide>;
-using Four = Grouped<Nibbles<Counts>, Levels>;
-using Six = Grouped<Sixes, Levels>;
-using Steps = Grouped<Nibbles<Tabled<STEPS>>, Levels>;
-
 }  // namespace quire

@@ -25,6 +25,9 @@ ROUNDING = {
         "uint4",
         "uint4_half",
         "uint4_levels",
+        "uint5_half",
+        "uint6_levels",
+        "int8_groups",
     )
 }
 # Kernels that multiply bfloat16 activations with weights of a format.

@@ -37,46 +37,65 @@ struct Row {
     return widen(lanes<U16>(static_cast<const uint16_t*>(at) + k));
   }
 
-  // What bytes are to be multiplied with, and their sum.
-  struct Bytes {
+  // What integers are to be multiplied with, and their sum.
+  struct Integers {
     float scale;
     int32_t sum;
   };
 
-  // The numbers from `from` to `to` as bytes, each `bias` more than it stands for: the largest becomes 127. Where one is not
-  // finite, neither is the scale.
-  Bytes bytes(int64_t from, int64_t to, uint8_t* out, uint32_t bias) const {
+  // The numbers from `from` to `to` as integers up to `most`, which the largest becomes: `put(k, integers)` gets a vector of
+  // those from k on, or one, as unsigned bits. Where a number is not finite, neither is the scale.
+  template <typename Put>
+  Integers integers(int64_t from, int64_t to, float most, const Put& put) const {
     constexpr float ROUND = 12582912.0f;  // see `exp`
     constexpr uint32_t ZERO = 0x4b400000u;
     int64_t whole = from + (to - from) / W * W;
-    F most{}, poison{};
+    F top{}, poison{};
     for (int64_t k = from; k < whole; k += W) {
       F v = some(k), size = (F)((U)v & 0x7fffffffu);
-      most = size > most ? size : most;
+      top = size > top ? size : top;
       poison += v * 0.0f;
     }
     float largest = 0, spoilt = 0;
-    for (int i = 0; i < W; ++i) largest = std::max(largest, most[i]), spoilt += poison[i];
+    for (int i = 0; i < W; ++i) largest = std::max(largest, top[i]), spoilt += poison[i];
     for (int64_t k = whole; k < to; ++k) largest = std::max(largest, std::fabs(one(k))), spoilt += one(k) * 0;
-    float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;  // which is a number
-    I sums{};
+    float inverse = largest > most * 1e-38f ? most / largest : 0.0f;  // which is a number
+    U sums{};
     for (int64_t k = from; k < whole; k += W) {
       U number = (U)(some(k) * inverse + ROUND) - ZERO;
-      sums += (I)(number << 24) >> 24;
-      U8 low = low_bytes(number + bias);
-      std::memcpy(out + k - from, &low, W);
+      sums += number;
+      put(k, number);
     }
-    int32_t sum = 0;
+    uint32_t sum = 0;
     for (int i = 0; i < W; ++i) sum += sums[i];
     for (int64_t k = whole; k < to; ++k) {
       float shifted = one(k) * inverse + ROUND;
       uint32_t bits;
       std::memcpy(&bits, &shifted, 4);
-      out[k - from] = static_cast<uint8_t>(bits - ZERO + bias);
-      sum += static_cast<int8_t>(bits - ZERO);
+      sum += bits - ZERO;
+      put(k, bits - ZERO);
     }
-    return {largest / 127.0f + spoilt, sum};
+    return {largest / most + spoilt, static_cast<int32_t>(sum)};
   }
+
+  // As bytes, each `bias` more than it stands for.
+  Integers bytes(int64_t from, int64_t to, uint8_t* out, uint32_t bias) const {
+    return integers(from, to, 127, [&](int64_t k, auto number) { put_bytes(out + k - from, number + bias); });
+  }
+
+  // As signed bytes, the high ones and the low ones.
+  Integers two_bytes(int64_t from, int64_t to, float most, uint8_t* high, uint8_t* low) const {
+    return integers(from, to, most, [&](int64_t k, auto number) {
+      put_bytes(high + k - from, (number + 128) >> 8);
+      put_bytes(low + k - from, number);
+    });
+  }
+
+  static void put_bytes(uint8_t* out, U numbers) {
+    U8 low = low_bytes(numbers);
+    std::memcpy(out, &low, W);
+  }
+  static void put_bytes(uint8_t* out, uint32_t number) { *out = static_cast<uint8_t>(number); }
 };
 
 // Where a row of results goes.

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "ffi.h"
-#include "group_bytes.h"
+#include "group_integers.h"
 #include "linear.h"
 #include "norm.h"
 
@@ -64,39 +64,54 @@ inline std::vector<float> group_sums(Pool& pool, const Half* rows, int64_t T, in
   return sums;
 }
 
-// Eight bytes as the codes of a word lie: its four low halves come first.
-inline void by_halves(int8_t* eight) {
-  uint64_t bytes;
-  std::memcpy(&bytes, eight, 8);
-#if defined(__AVX2__)
-  __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  bytes = _mm_cvtsi128_si64(_mm_shuffle_epi8(_mm_cvtsi64_si128(bytes), order));
-#else
-  auto spread = [](uint64_t four) {
-    four = (four | four << 16) & 0x0000ffff0000ffffu;
-    return (four | four << 8) & 0x00ff00ff00ff00ffu;
-  };
-  bytes = spread(bytes & 0xffffffffu) | spread(bytes >> 32) << 8;
+// Bytes of WORD inputs in the order of a format's codes.
+template <typename Codes>
+inline void reorder(const uint8_t* from, int8_t* to) {
+#if defined(__SSSE3__)
+  if constexpr (Codes::WORD == 8) {
+    __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(Codes::ORDER));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to),
+                     _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), order));
+    return;
+  } else if constexpr (Codes::WORD == 16) {
+    __m128i order = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Codes::ORDER));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), order));
+    return;
+  }
 #endif
-  std::memcpy(eight, &bytes, 8);
+  for (int64_t i = 0; i < Codes::WORD; ++i) to[i] = static_cast<int8_t>(from[Codes::ORDER[i]]);
 }
 
-// Rows as bytes in groups; every code stands for so much `more` than its own number.
-inline GroupBytes group_bytes(Pool& pool, Buffer x, int64_t T, int64_t K, int64_t group, int more) {
+// Rows as integers in groups; every code stands for so much `more` than its own number.
+template <typename Format, int PLANES>
+GroupIntegers<PLANES> group_integers(Pool& pool, Buffer x, int64_t T, int64_t K, int64_t group, int more) {
+  constexpr int64_t WORD = Format::WORD;
   int64_t from = x.last(), groups = K / group;
   auto shared = static_cast<size_t>(T * groups);
   std::vector<float> zeros(shared);
-  GroupBytes found{std::vector<int8_t>(T * K), zeros, zeros, std::vector<int32_t>(shared)};
+  // The largest that two bytes hold; smaller where a group's sums would not fit into 32 bits.
+  const float most = std::min<int64_t>(127 * 257, INT32_MAX / (Format::LARGEST * group));
+  GroupIntegers<PLANES> made{std::vector<typename Format::X>(T * K), zeros, zeros, std::vector<int32_t>(shared)};
   each_row(pool, T, K, [&](int64_t row) {
+    std::vector<uint8_t> planes(PLANES * group);
     for (int64_t g = 0; g < groups && g * group < from; ++g) {
-      int64_t at = row * groups + g, stop = std::min(from, (g + 1) * group);
-      int8_t* out = found.rows.data() + row * K + g * group;
-      Row::Bytes bytes = row_of(x, row).bytes(g * group, stop, reinterpret_cast<uint8_t*>(out), 0);
-      for (int64_t k = 0; k < group; k += 8) by_halves(out + k);
-      found.scale[at] = bytes.scale, found.sum[at] = bytes.scale * bytes.sum, found.start[at] = -more * bytes.sum;
+      int64_t at = row * groups + g, start = g * group, stop = std::min(from, start + group);
+      if (stop < start + group) std::fill(planes.begin(), planes.end(), 0);
+      Row::Integers integers;
+      if constexpr (PLANES == 1)
+        integers = row_of(x, row).bytes(start, stop, planes.data(), 0);
+      else
+        integers = row_of(x, row).two_bytes(start, stop, most, planes.data(), planes.data() + group);
+      auto* out = reinterpret_cast<int8_t*>(made.rows.data() + row * K + start);
+      for (int64_t k = 0; k < group; k += WORD)
+        for (int plane = 0; plane < PLANES; ++plane)
+          reorder<typename Format::Order>(planes.data() + plane * group + k, out + PLANES * k + plane * WORD);
+      made.scale[at] = integers.scale, made.sum[at] = integers.scale * integers.sum;
+      made.start[at] = -more * integers.sum;
     }
   });
-  return found;
+  return made;
 }
 
 // One product of a call: the only one, or one of several, with rows, a matrix of the stack and a result of its own.
@@ -158,14 +173,17 @@ const char* grouped_products(const Call& call, const Of& shared) {
   Pool pool = call.pool();
   return each_product(call, [&](const Product& p) {
     Buffer x = p.rows();
-    int64_t T = rows_used(x), K = p.weight().dim(1) * Format::WORD, group = K / p.weight(2).dim(1);
+    int64_t words = p.weight().size() / p.weight().dim(0) / LANES;  // of an output
+    int64_t K = words * 8 * sizeof(typename Format::Word) / Format::BITS, group = K / p.weight(2).dim(1);
+    int64_t T = rows_used(x);
     Out out = p.out();
     auto own = shared(p, group);
     bool taken_off = own.zero || own.least.each;
     auto* w = p.weight().data<typename Format::Word>();
-    if constexpr (std::is_same_v<typename Format::X, int8_t>) {
-      GroupBytes bytes = group_bytes(pool, x, T, K, group, Format::OFFSET + (taken_off ? 0 : Format::MIDDLE));
-      product(pool, Format{w, own.scale, own.least, bytes, group, own.zero}, bytes.rows.data(), T, K, out);
+    if constexpr (takes_integers<Format>) {
+      int more = Format::OFFSET + (taken_off ? 0 : Format::MIDDLE);
+      auto integers = group_integers<Format, Format::PLANES>(pool, x, T, K, group, more);
+      product(pool, Format{w, own.scale, own.least, integers, group, own.zero}, integers.rows.data(), T, K, out);
     } else {
       Padded<Format> padded(pool, x, T, K);
       bool summed = taken_off || Format::REST != 0;

@@ -216,9 +216,7 @@ class Grouped(Rounded):
             if self.levels or "super" not in name
         }
         fields |= {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledGroups(
-            tiles, **fields, code=self.code, **row_options(self.kernel, self.group, rows)
-        )
+        return TiledGroups(tiles, **fields, code=self.code, **row_options(self.kernel, rows))
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
         """Round to nearest. The largest magnitude of a group becomes the largest value of the

@@ -129,7 +129,7 @@ class Int4(Rounded):
             else by_block(np.asarray(self.zero).reshape(-1, O))
         )
         sizes: dict[str, Any] = {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledInt4(tiles, scale, zero, **sizes, **row_options("int4", self.group, rows))
+        return TiledInt4(tiles, scale, zero, **sizes, **row_options("int4", rows))
 
     def gpu_matrix(self) -> GpuMatrix:
         """See `Weight.gpu_matrix`; the arrays have all axes of the outputs."""

@@ -61,7 +61,7 @@ class Mxfp4(Weight):
     def for_kernels(self, rows: str) -> Weight:
         if not has_product("mxfp4", rows):
             return self
-        options = row_options("mxfp4", BLOCK, rows)
+        options = row_options("mxfp4", rows)
         return (
             pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e], options))
             or self

@@ -146,8 +146,8 @@ class EngineOptions:
     activation_dtype: str = flag(
         "auto",
         MODEL,
-        "int8: quantise activations to int8 in groups for products with four-bit weights; CPUs "
-        "only.",
+        "int8: quantise activations to int8 in groups for products with weights quantised in "
+        "groups; CPUs only.",
         "auto|int8",
     )
     max_model_len: int | None = flag(

@@ -326,7 +326,7 @@ def test_variants_are_built_in_parallel(small_sources, monkeypatch, tmp_path):
         ),
         (
             ("float32", "int4-64", ["float32"], (None, "mxfp4"), ("int4-64", "k6-16"), True),
-            "attention_f32 dense_f32 int4_a8 mxfp4_a8 pack sampling uint6_levels_f32",
+            "attention_f32 dense_f32 int4_a8 mxfp4_a8 pack sampling uint6_levels_a8",
         ),
         (
             ("bfloat16", None, ["bfloat16"], ("mxfp4",)),

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from quire.model.checkpoint.gguf_folder import KEPT
 from quire.model.checkpoint.published import split_quantization
 from quire.ops import quant
-from quire.ops.linear.cpu import supports_int8_activations
 from quire.ops.linear.gpu_kernel import prepare
+from quire.ops.native import kernel_names
 from quire.ops.quant.compressed import Rounded
 from quire.ops.quant.grouped import CODES, Grouped
 from quire.sharding.spec import ArraySpec, nbytes
@@ -181,7 +181,7 @@ def format_rows() -> list[str]:
         if isinstance(node, Grouped):
             kernel = node.kernel
             bits = bits - (8 - CODES[node.code].bits) * (not node.packed)
-        if supports_int8_activations(kernel, getattr(node, "group", SIZE)):
+        if kernel in kernel_names.ROUNDING:
             rounds += ", int8 on request"
         splits = "yes" if quant.splits(name) else "no"
         rows.append(

@@ -108,7 +108,7 @@ GroupIntegers<PLANES> group_integers(Pool& pool, Buffer x, int64_t T, int64_t K,
         for (int plane = 0; plane < PLANES; ++plane)
           reorder<typename Format::Order>(planes.data() + plane * group + k, out + PLANES * k + plane * WORD);
       made.scale[at] = integers.scale, made.sum[at] = integers.scale * integers.sum;
-      made.start[at] = -more * integers.sum;
+      made.start[at] = static_cast<int32_t>(-int64_t{more} * integers.sum);  // any number if the row is not finite
     }
   });
   return made;

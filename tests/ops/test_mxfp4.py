@@ -102,26 +102,32 @@ def test_checkpoint_blocks_are_converted(into, out):
                 )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float32", 1e-5)])
-def test_kernel_logits_match_xla(tmp_path, dtype, tolerance):
-    """Up to rounding in the model's dtype."""
+def test_kernel_logits_are_as_close_to_float32_as_xla(tmp_path):
+    """In float32 they are equal up to summation order; in bfloat16 neither rounds more."""
     if not native.serves():
         pytest.skip("no compiler")
     golden = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
-    config = loader.read_config(golden.folder, dtype)
-    decoded, tiled = (
-        loader.load(golden.folder, config, skip_packing=skip_packing)
-        for skip_packing in (True, False)
-    )
-    experts = tiled.layers[0].moe.up_EDGF
-    assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(experts, PackedStack)
-    assert experts.node.float_rows == (dtype == "float32")
     prompt = jnp.array([golden.prompts[0]])
-    expected, actual = (
-        np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)
-        for weights in (decoded, tiled)
-    )
-    assert np.median(np.abs(actual - expected)) < tolerance * expected.std()
+
+    def logits(dtype, skip_packing):
+        config = loader.read_config(golden.folder, dtype)
+        weights = loader.load(golden.folder, config, skip_packing=skip_packing)
+        experts = weights.layers[0].moe.up_EDGF
+        if skip_packing:
+            assert isinstance(experts, Mxfp4)
+        else:
+            assert isinstance(experts, PackedStack)
+            assert experts.node.float_rows == (dtype == "float32")
+        forward = jax.jit(dense.forward, static_argnums=2)
+        return np.asarray(forward(weights, prompt, config)[0], np.float32)
+
+    exact = logits("float32", skip_packing=True)
+
+    def error(dtype, skip_packing):
+        return np.median(np.abs(logits(dtype, skip_packing) - exact)) / exact.std()
+
+    assert error("float32", skip_packing=False) < 1e-5
+    assert error("bfloat16", skip_packing=False) < 1.2 * error("bfloat16", skip_packing=True)
 
 
 def test_specs_are_small_and_random_weights_have_the_usual_size():

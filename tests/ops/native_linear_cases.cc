@@ -274,16 +274,21 @@ double max_error_of_all_kinds() {
                    grouped<Parked, Six>(), grouped<Pool, Steps, STEPS>(), grouped<Pool, Fp8, SMALL_FLOATS>(),
                    grouped<Pool, Uint4Bytes>(), grouped<Pool, Float4Bytes, FLOATS>(), grouped<Pool, Iq4Bytes, STEPS>(),
                    grouped<Pool, Uint5HalfBytes>(), grouped<Parked, SixesBytes>(),
-                   grouped<Pool, Int8GroupsBytes, SIGNED>()});
+                   grouped<Pool, Int8GroupsBytes, SIGNED>(), grouped<Parked, Mxfp4, FLOATS>(),
+                   grouped<Parked, Uint4>(), grouped<Parked, Uint5Half>(),
+                   // 16-bit rows, also where no kernel uses them
+                   grouped<Pool, GroupedIntegers<CountBytes, Levels, 2>>(),
+                   grouped<Pool, GroupedIntegers<FiveBytes, Float16, 2>>(),
+                   grouped<Pool, GroupedIntegers<SixBytes, Levels, 2>>(),
+                   grouped<Pool, GroupedIntegers<SignedBytes, Wide, 2>, SIGNED>()});
 #endif
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main() {
   double error = 0;
-  int seeds = 2 * (argc > 1 ? std::atoi(argv[1]) : 20);
-  for (int seed = 0; seed < seeds; ++seed) {
+  for (int seed = 0; seed < 12; ++seed) {
     engine.seed(seed);
     error = std::max(error, max_error_of_all_kinds());
   }

@@ -103,7 +103,7 @@ def test_checkpoint_blocks_are_converted(into, out):
 
 
 def test_kernel_logits_are_as_close_to_float32_as_xla(tmp_path):
-    """In float32 they are equal up to summation order; in bfloat16 neither rounds more."""
+    """In float32 they are equal up to summation order, in bfloat16 up to the activations' rounding."""
     if not native.serves():
         pytest.skip("no compiler")
     golden = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
@@ -128,6 +128,10 @@ def test_kernel_logits_are_as_close_to_float32_as_xla(tmp_path):
 
     assert error("float32", skip_packing=False) < 1e-5
     assert error("bfloat16", skip_packing=False) < 1.2 * error("bfloat16", skip_packing=True)
+    difference = logits("bfloat16", skip_packing=False) - logits("bfloat16", skip_packing=True)
+    has_16_bit_rows = native.instruction_set() in ("avx512_vnni", "amx")  # bfloat16 bits elsewhere
+    tolerance = 0.015 if has_16_bit_rows else 0.01
+    assert np.median(np.abs(difference)) < tolerance * exact.std()
 
 
 def test_specs_are_small_and_random_weights_have_the_usual_size():

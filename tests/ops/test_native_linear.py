@@ -483,11 +483,11 @@ def check_two_level_scales(name, rows, K, out, seed):
     outputs = einsum(
         "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)], jnp.asarray(x), packed, jnp.float32
     )
-    spread = np.abs(w) + 128 * np.abs(scale)
-    size = np.tensordot(np.abs(as_float64(x)), spread, 1) + 1e-30
+    weight_bound = np.abs(w) + 128 * np.abs(scale)
+    size = np.tensordot(np.abs(as_float64(x)), weight_bound, 1) + 1e-30
     np.testing.assert_array_less(
         np.abs(as_float64(outputs) - np.tensordot(as_float64(x), w, 1)),
-        1e-6 * size + rounding_error(x, spread, node.group),
+        1e-6 * size + rounding_error(x, weight_bound, node.group),
     )
     row = rng.integers(rows)
     alone = einsum(

@@ -228,7 +228,7 @@ class Tokenizer:
         )
 
     def max_characters(self, num_tokens: int) -> int:
-        """Maximum number of characters of a text that becomes `num_tokens` tokens."""
+        """Maximum number of characters of a text that becomes `num_tokens` known tokens."""
         per_token = (
             self.longest_token if self.keeps_characters else CHARACTERS_DROPPED * self.longest_token
         )

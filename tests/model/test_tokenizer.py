@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -51,9 +52,18 @@ def test_encode_and_decode_match_the_tokenizers_library(folder):
                 assert tokenizer.decode(ids, skip) == library.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.fixture
+def without_gil_switches():
+    """The GIL changes hands only where its holder releases it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(600)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("without_gil_switches")
 @pytest.mark.parametrize("method", ["encode", "encode_with_ends", "encode_pair", "decode"])
 def test_other_threads_run_while_a_long_text_is_tokenised(byte_level, method):
-    """A second thread sleeps for 1 ms at a time; with the GIL held it would wake once or twice."""
     tokenizer = Tokenizer(byte_level)
     library = HfTokenizer.from_file(str(byte_level / "tokenizer.json"))
     text = " ".join(CORPUS) * 100
@@ -69,28 +79,32 @@ def test_other_threads_run_while_a_long_text_is_tokenised(byte_level, method):
         method, (text,)
     )
     is_done = threading.Event()
-    wake_times: list[float] = []
+    num_wakes = 0
 
     def count() -> None:
+        nonlocal num_wakes
         while not is_done.is_set():
             time.sleep(0.001)
-            wake_times.append(time.perf_counter())
+            num_wakes += 1
+
+    def lets_thread_wake() -> bool:
+        before = num_wakes
+        assert getattr(tokenizer, method)(*arguments) == expected[method]
+        return num_wakes > before
 
     thread = threading.Thread(target=count)
     thread.start()
-    began = time.perf_counter()
-    result = getattr(tokenizer, method)(*arguments)
-    ended = time.perf_counter()
-    is_done.set()
-    thread.join()
-    assert result == expected[method]
-    assert sum(began < at < ended for at in wake_times) >= 5, ended - began
+    try:
+        assert any(lets_thread_wake() for _ in range(50))
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def test_max_characters_bounds_the_text_of_tokens(folder):
     tokenizer = Tokenizer(folder)
     rng = random.Random(4)
-    names = list(tokenizer.get_vocab())
+    names = sorted(tokenizer.get_vocab())
     assert tokenizer.keeps_characters == folder.name.startswith("byte_level")
     for _ in range(300):
         text = (
@@ -99,8 +113,9 @@ def test_max_characters_bounds_the_text_of_tokens(folder):
             else "".join(rng.choices(names, k=rng.randint(1, 20)))
         )
         if "".join(text.split()) and "\ufffd" not in text:
-            count = len(tokenizer.encode(text, add_special_tokens=False))
-            assert tokenizer.max_characters(count) >= len(text.strip())
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if tokenizer.get_vocab().get("<unk>") not in ids:
+                assert tokenizer.max_characters(len(ids)) >= len(text.strip())
 
 
 @pytest.mark.parametrize("token", [{"rstrip": True}, {"lstrip": True}])

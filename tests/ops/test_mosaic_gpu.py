@@ -84,8 +84,6 @@ ALWAYS_TESTED = [
     "decoding, cut",
     "decoding, a window",
     "decoding, int8",
-    "decoding, float8",
-    "decoding, latent",
     ("mixed, int8"),
     "mixed, latent",
     "mixed, a window",

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.mixers.attention import SHIFT_POSITIONS
 from ..model.planning.cost import weight_bytes
-from ..model.text.tokenizer import Tokenizer
+from ..model.text.tokenizer import Tokenizer, find_tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
@@ -89,9 +89,9 @@ def make_engine(
             "for drafts"
         )
     defaults = model_defaults(folder, options, config.max_len)
-    tokenizer = None if options.skip_tokenizer_init else make_tokenizer(folder, options)
+    read_tokenizer = tokenizer_reader(folder, options)
     with joined(options, folder, progress) as hosts:
-        built = make_runner(options, folder, config, hosts, progress)
+        built = make_runner(options, folder, config, hosts, progress, read_tokenizer)
     runner = built.runner
     if isinstance(hosts, Leader):
         runner.leader = hosts
@@ -119,7 +119,7 @@ def make_engine(
     vectors = embedder_of(options, folder, built.max_len - (not config.encodes))
     engine = Engine(
         runner,
-        tokenizer,
+        read_tokenizer(),
         tables,
         built.max_len,
         seed,
@@ -160,18 +160,22 @@ def embedder_of(options: EngineOptions, folder: Path, max_tokens: int) -> embedd
     return config if options.pooling is None else replace(config, pooling=options.pooling)
 
 
-def make_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
-    """The model's tokenizer, or the one of another folder; `generation_config` names its end tokens
-    too.
+def tokenizer_reader(folder: Path, options: EngineOptions) -> Callable[[], Tokenizer | None]:
+    """A function that returns the tokenizer, and reads it when it is first called.
+
+    The tokenizer is that of the model or of the folder that the options name. That its files exist
+    is checked at once. `generation_config` names its end tokens too.
     """
+    if options.skip_tokenizer_init:
+        return lambda: None
     if options.tokenizer:
         folder = hub.resolve(
             options.tokenizer, hub.WITHOUT_WEIGHTS, download_dir=options.download_dir
         )
-    chosen = options.generation_config not in ("auto", "vllm")
-    return Tokenizer(
-        folder, generation_folder(folder, options) if chosen else None, options.hf_overrides
-    )
+    find_tokenizer(folder)
+    is_named = options.generation_config not in ("auto", "vllm")
+    generation = generation_folder(folder, options) if is_named else None
+    return cache(partial(Tokenizer, folder, generation, options.hf_overrides))
 
 
 def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) -> ModelConfig:
@@ -233,6 +237,7 @@ def make_runner(
     config: ModelConfig,
     hosts: Leader | Follower | None = None,
     progress: Callable[[str], None] = lambda note: None,
+    while_compiling: Callable[[], object] = lambda: None,
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own
     part in it.
@@ -310,7 +315,7 @@ def make_runner(
             else f"compiling {step}"
         )
 
-    runner.warm_up(note)
+    runner.warm_up(note, while_compiling)
     if runner.pipeline.variance:
         reasons = "; ".join(sorted(runner.pipeline.variance))
         log.info("a request's last bits may depend on the rest of its batch: %s", reasons)

@@ -387,21 +387,13 @@ def _byte_characters() -> dict[str, bytes]:
 _BYTE_BY_CHARACTER = _byte_characters()
 
 
-def _read_core(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        with path.open("rb") as file:
-            refuse_pointer(path, file.read(POINTER))
-        try:
-            return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception
-            reason = _one_line(error)
-            raise ModelError(
-                f"{path}: not a tokenizer that the tokenizers library reads: {reason}"
-            ) from None
-    if (ranks := folder / tiktoken_file.NAME).is_file():
-        refuse_pointer(ranks, ranks.read_bytes()[:POINTER])
-        return tiktoken_file.read(ranks, _read_json(folder / "tokenizer_config.json"))
+def find_tokenizer(folder: Path) -> Path:
+    """The file of a folder from which its tokenizer is read."""
+    for path in (folder / "tokenizer.json", folder / tiktoken_file.NAME):
+        if path.is_file():
+            with path.open("rb") as file:
+                refuse_pointer(path, file.read(POINTER))
+            return path
     other_files = [
         name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()
     ]
@@ -417,6 +409,18 @@ def _read_core(folder: Path) -> tokenizers.Tokenizer:
         f"{folder}: no tokenizer.json, which Quire needs{hint}; or load with "
         "skip_tokenizer_init=True"
     )
+
+
+def _read_core(folder: Path) -> tokenizers.Tokenizer:
+    path = find_tokenizer(folder)
+    if path.name == tiktoken_file.NAME:
+        return tiktoken_file.read(path, _read_json(folder / "tokenizer_config.json"))
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise ModelError(
+            f"{path}: not a tokenizer that the tokenizers library reads: {_one_line(error)}"
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

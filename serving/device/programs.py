@@ -94,6 +94,8 @@ class Compiler:
         self.about = about_here() if folder else ""
         self.device = jax_settings.jax_default_device  # of this thread
         self.made: list[tuple[Path, Program]] = []  # to be kept
+        self.describe_types = Describer(by_value=False)
+        self.describe_values = Describer(by_value=True)
         self.pause = ExitStack()
 
     def __enter__(self) -> "Compiler":
@@ -145,7 +147,12 @@ class Compiler:
         name = f"{call.function.__module__}.{call.function.__qualname__}"
         try:
             about = "\n".join(
-                [self.about, name, described(call.args), described(call.static, values=True)]
+                [
+                    self.about,
+                    name,
+                    self.describe_types.describe(call.args),
+                    self.describe_values.describe(call.static),
+                ]
             )
         except TypeError as error:
             log.warning("%s is not kept for the next start: %s", name, error)
@@ -213,32 +220,45 @@ def about_here() -> str:
     return repr((kernels, versions, processor, settings, chosen, code, jax.devices()))
 
 
-def described(x: Any, values: bool = False) -> str:
-    """A description of all that a program can depend on in a tree: types and shardings of arrays,
-    or their values.
+class Describer:
+    """Describes all that a program can depend on in trees: types and shardings of arrays, or their
+    values.
+
+    Dataclasses are described once, since all programs of an engine have the same weights.
     """
-    if is_dataclass(x) and not isinstance(x, type):
-        field_values = {item.name: getattr(x, item.name) for item in fields(x)}
-        return f"{type(x).__module__}.{type(x).__qualname__}{described(field_values, values)}"
-    if isinstance(x, Mapping):
-        return (
-            f"{{{', '.join(f'{key!r}: {described(value, values)}' for key, value in x.items())}}}"
-        )
-    if isinstance(x, tuple | list):
-        return f"{type(x).__qualname__}({', '.join(described(item, values) for item in x)})"
-    if isinstance(x, set | frozenset):
-        return f"{{{', '.join(sorted(described(item, values) for item in x))}}}"
-    if isinstance(x, jax.Array) and not values and len(x.sharding.device_set) == 1:
-        return f"{x.dtype}{x.shape}{x.aval.weak_type, x.sharding, x.committed}"
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return f"{x.dtype}{x.shape}{x.weak_type, x.sharding}"
-    if isinstance(x, np.ndarray):
-        return f"{x.dtype}{x.shape}{hashlib.blake2b(x.tobytes()).hexdigest() if values else ''}"
-    if isinstance(x, type):
-        return f"{x.__module__}.{x.__qualname__}"
-    if x is None or isinstance(x, PLAIN):
-        return repr(x)
-    raise TypeError(f"{type(x).__qualname__} has no description")
+
+    def __init__(self, by_value: bool):
+        self.by_value = by_value
+        self.described: dict[int, tuple[Any, str]] = {}  # by id, with the object that has this id
+
+    def describe(self, x: Any) -> str:
+        if is_dataclass(x) and not isinstance(x, type):
+            if id(x) not in self.described:
+                self.described[id(x)] = x, self.describe_dataclass(x)
+            return self.described[id(x)][1]
+        if isinstance(x, Mapping):
+            items = (f"{key!r}: {self.describe(value)}" for key, value in x.items())
+            return f"{{{', '.join(items)}}}"
+        if isinstance(x, tuple | list):
+            return f"{type(x).__qualname__}({', '.join(map(self.describe, x))})"
+        if isinstance(x, set | frozenset):
+            return f"{{{', '.join(sorted(map(self.describe, x)))}}}"
+        if isinstance(x, jax.Array) and not self.by_value and len(x.sharding.device_set) == 1:
+            return f"{x.dtype}{x.shape}{x.aval.weak_type, x.sharding, x.committed}"
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return f"{x.dtype}{x.shape}{x.weak_type, x.sharding}"
+        if isinstance(x, np.ndarray):
+            digest = hashlib.blake2b(x.tobytes()).hexdigest() if self.by_value else ""
+            return f"{x.dtype}{x.shape}{digest}"
+        if isinstance(x, type):
+            return f"{x.__module__}.{x.__qualname__}"
+        if x is None or isinstance(x, PLAIN):
+            return repr(x)
+        raise TypeError(f"{type(x).__qualname__} has no description")
+
+    def describe_dataclass(self, x: Any) -> str:
+        values = {item.name: getattr(x, item.name) for item in fields(x)}
+        return f"{type(x).__module__}.{type(x).__qualname__}{self.describe(values)}"
 
 
 def device_of(args: Any) -> Any:

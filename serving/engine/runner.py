@@ -144,8 +144,17 @@ class Runner:
                 self.num_pages, self.page_size, self.shape.max_seqs, self.shape.max_drafts
             )
 
-    def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
-        """Compile every step size, or load it from the cache; nothing is compiled after this."""
+    def warm_up(
+        self,
+        progress: Callable[[Size], None] = lambda size: None,
+        while_compiling: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Compile every step size, or load it from the cache; nothing is compiled after this.
+
+        Args:
+            progress: called with each size when the wait for its program begins.
+            while_compiling: called once, while other threads compile or load the programs.
+        """
         plain_programs = {}
         skipping = {}
         draft_prefills = {}
@@ -187,6 +196,7 @@ class Runner:
                 self.rebalancer.programs = {
                     key: lowered.compile() for key, lowered in lowered_programs
                 }
+            while_compiling()
             for size, stage_programs in sizes.items():
                 progress(size)
                 self.compiled[size] = self.pipeline.program(stage_programs)

@@ -15,7 +15,7 @@ from quire.model.checkpoint.loader import family_for
 from quire.model.stored_format import StoredFormat
 from quire.ops import native
 from quire.serving.device import programs
-from quire.serving.device.programs import Call, Compiler, described, folder_of_programs
+from quire.serving.device.programs import Call, Compiler, Describer, folder_of_programs
 from quire.serving.engine import runner
 from quire.tests.support import tiny, tiny_moe
 
@@ -186,16 +186,24 @@ def test_program_key_covers_arguments_and_environment(programs_folder, monkeypat
     assert len(traced_names) == len(calls) + len(changes) + 2
 
 
-def test_described_includes_fields_without_repr():
+def test_descriptions_include_fields_without_repr():
     """A field that `repr` omits is part of the description too."""
+    describe = Describer(by_value=True).describe
     config = family_for(tiny.LLAMA).config(tiny.LLAMA, None)
     stored = replace(config, stored=StoredFormat("fp8", ()))
-    assert repr(stored) == repr(config) and described(stored, True) != described(config, True)
-    assert described(config, True) == described(
-        family_for(tiny.LLAMA).config(tiny.LLAMA, None), True
-    )
+    assert repr(stored) == repr(config) and describe(stored) != describe(config)
+    assert describe(config) == describe(family_for(tiny.LLAMA).config(tiny.LLAMA, None))
     with pytest.raises(TypeError, match="function has no description"):
-        described({"act": lambda x: x}, True)
+        describe({"act": lambda x: x})
+
+
+def test_dataclasses_are_described_once_and_by_their_own_content():
+    """Objects that live one after the other at the same address have descriptions of their own."""
+    describe = Describer(by_value=True).describe
+    formats = [describe(StoredFormat(f"format-{number}", ())) for number in range(100)]
+    assert len(set(formats)) == 100
+    kept = StoredFormat("fp8", ())
+    assert describe(kept) is describe(kept)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "another", "runtime"])

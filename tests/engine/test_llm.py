@@ -347,6 +347,16 @@ def test_logprobs_of_the_whole_vocabulary(llm):
                 token: (pytest.approx(entries[token].logprob, abs=1e-4), entries[token].rank)
                 for token in listed_entry
             }
+    (entry_output,) = unlimited_llm.generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    )
+    assert entry_output.prompt_logprobs.to_array().tolist() == [
+        [entries[token].logprob for token in range(vocabulary)]
+        for entries in entry_output.prompt_logprobs[1:]
+    ]
+    (entry_output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1, prompt_logprobs=20))
+    with pytest.raises(ValueError, match="prompt_logprobs is 20; it must be -1"):
+        entry_output.prompt_logprobs.to_array()
     with pytest.raises(
         RequestError, match=rf"^logprobs: .* max_logprobs, 20, got -1 \(-1: the {vocabulary} of"
     ):

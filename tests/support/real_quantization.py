@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.serving.request import sequence
 from quire.tests.support import real_models
 
 NAMES = ("smollm2", "qwen-500m", "qwen-1500m")
@@ -98,8 +97,7 @@ def measure(
         for start in range(0, NUM_TOKENS, piece):
             piece_tokens = tokens[start : start + piece]
             (output,) = llm.generate([piece_tokens], params, use_tqdm=False)
-            scores = output.prompt_logprobs._scores[1:]  # its entries would be dicts of objects
-            logprobs_TV = np.stack([as_array(score) for score in scores])
+            logprobs_TV = output.prompt_logprobs.to_array()
             pieces_TV.append(logprobs_TV)
             token_logprobs += logprobs_TV[np.arange(piece - 1), piece_tokens[1:]].tolist()
     divergences = [
@@ -109,13 +107,6 @@ def measure(
     ]
     score = Score(float(np.exp(-np.mean(token_logprobs))), float(np.mean(divergences)))
     return score, pieces_TV
-
-
-def as_array(score: sequence.Score) -> np.ndarray:
-    """The log-probabilities of the whole vocabulary [V]."""
-    logprobs_V = np.empty(len(score.best), np.float32)
-    logprobs_V[score.best] = score.best_logprobs
-    return logprobs_V
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from quire.model.checkpoint.loader import read_config
 from quire.scripts import collect_env
 from quire.scripts.bench import bandwidth
 from quire.tests.support.violations import require_none
-from tools.peers import checkpoint, compare, envs, report, turns
+from tools.peers import checkpoint, compare, envs, quality, report, turns
 from tools.peers.loop import LoadSettings, TimedPrompt, TimedTokens, drive
-from tools.peers.work import WORKS, Workload
+from tools.peers.work import FILE_WORKS, WORKS, Workload
 
 TINY = checkpoint.ModelShape(layers=2, width=64, heads=4, kv_heads=2, ffn=96, head=16)
 MIXTURE = replace(TINY, experts=4, chosen=2)
@@ -42,6 +42,18 @@ FAKE_ENGINE = """
     def prepare(settings):
         if settings.weights == "int4" and sys.argv[1] == "picky":
             raise NotImplementedError("no int4 here")
+
+    def dequantise(settings):
+        os.makedirs(settings.model)
+        open(os.path.join(settings.model, "dequantised"), "w").write(settings.file)
+
+    def score(settings, tokens):
+        import numpy as np
+        if sys.argv[1] == "picky":
+            raise ValueError("no scores")
+        probabilities = np.array([[0.5, 0.5], [0.25, 0.75]][settings.weights == "int4-32"])
+        padding = [1e-30] * (sys.argv[1] == "quire")
+        return np.log(np.tile([*probabilities, *padding], (len(tokens), 1)))
 
     def load(settings):
         print("noise on stdout")
@@ -64,6 +76,7 @@ FAKE_ENGINE = """
 
     module = types.ModuleType("tools.peers.run_fake")
     module.prepare, module.load = prepare, load
+    module.dequantise, module.score = dequantise, score
     sys.modules[module.__name__] = module
     worker.RUNNERS[sys.argv[1]] = ".run_fake"
     worker.main()
@@ -164,9 +177,11 @@ def test_tokenizer_round_trips_any_text(tiny):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-@pytest.mark.parametrize("name", WORKS)
-def test_requests_of_rounds_differ_only_in_their_tokens(name):
-    requests, same_seed, other_seed = (WORKS[name].requests(seed) for seed in (0, 0, 1))
+@pytest.mark.parametrize(
+    "work", [*WORKS.values(), *FILE_WORKS.values()], ids=lambda work: work.title
+)
+def test_requests_of_rounds_differ_only_in_their_tokens(work):
+    requests, same_seed, other_seed = (work.requests(seed) for seed in (0, 0, 1))
     assert requests == same_seed
     assert [(len(a.prompt), a.count, a.arrival) for a in requests] == [
         (len(b.prompt), b.count, b.arrival) for b in other_seed
@@ -175,10 +190,10 @@ def test_requests_of_rounds_differ_only_in_their_tokens(name):
         "a prefix cache would serve equal prompts"
     )
     for request in requests:
-        assert len(request.prompt) + request.count <= checkpoint.MAX_LEN
+        assert work.weights == "gguf" or len(request.prompt) + request.count <= checkpoint.MAX_LEN
         assert all(len(checkpoint.SPECIALS) <= token < checkpoint.VOCAB for token in request.prompt)
     assert all(a.arrival < b.arrival for a, b in pairwise(requests)) is (
-        WORKS[name].spread or len(requests) == 1
+        work.spread or len(requests) == 1
     )
 
 
@@ -282,6 +297,57 @@ def test_engines_alternate_and_failures_do_not_stop_others(bench):
     ]
     assert order == [("1", "plain"), ("1", "picky"), ("2", "picky"), ("2", "plain")]
     assert len(rounds) == 4  # two groups of two rounds
+
+
+@pytest.fixture
+def file_bench(bench, tmp_path) -> turns.Bench:
+    return replace(bench, settings=replace(bench.settings, file=str(tmp_path / "model.gguf")))
+
+
+def test_engines_load_a_gguf_file_or_its_dequantised_weights(file_bench):
+    work = FILE_WORKS["one"]
+    weights = {
+        engine: turns.load_settings(engine, work, file_bench).weights for engine in compare.ENGINES
+    }
+    assert weights == {
+        "quire": "gguf", "llama.cpp": "gguf", "vllm": "int4-32", "openvino": "int4-32",
+        "transformers": "bf16",
+    }  # fmt: skip
+    turns.dequantise(file_bench)
+    written = Path(file_bench.settings.model) / "dequantised"
+    assert written.read_text() == file_bench.settings.file
+
+
+def test_divergences_from_float32(file_bench, monkeypatch):
+    """Padding of a vocabulary counts for nothing, and an engine without scores is left out."""
+    monkeypatch.setattr(quality, "text_tokens", lambda file: [5, 6, 7])
+    notes = []
+    engines = ["quire", "vllm", "picky", "transformers"]
+    divergences = quality.measure(engines, FILE_WORKS["one"], file_bench, notes.append)
+    by_hand = 0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)
+    assert divergences == {
+        "quire": pytest.approx(0, abs=1e-6), "vllm": pytest.approx(by_hand, rel=1e-6)
+    }  # fmt: skip
+    assert "scores: picky failed: score: ValueError: no scores" in notes
+
+
+def test_cold_start_has_an_empty_cache_folder(bench, monkeypatch):
+    folders = []
+    process = turns.EngineProcess
+
+    def recorded(engine, bench, cache=None):
+        folders.append(None if cache is None else [*cache.iterdir()])
+        return process(engine, bench, cache)
+
+    worker = turns.start("plain", make_workload(1), bench)
+    monkeypatch.setattr(turns, "EngineProcess", recorded)
+    start = make_workload(1, kind="start", output=(1, 1), by="first")
+    try:
+        for work in (start, replace(start, cold=True)):
+            assert turns.measure(worker, work, 0, bench)["first"] > 0
+    finally:
+        worker.close()
+    assert folders == [None, []]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads a process's state in /proc")
@@ -407,7 +473,14 @@ def engine_report() -> dict:
     engines = ["quire", "vllm", "openvino"]
     summary = report.summary(works, engines, results, failures, TINY, 30e9)
     versions = {"quire": {"jax": "1.2"}, "vllm": {"vllm": "3.4"}, "openvino": {}}
-    return {"size": "tiny", "rounds": 3, "bandwidth": 30e9, "versions": versions, "works": summary}
+    return {
+        "size": "tiny",
+        "shape": vars(TINY),
+        "rounds": 3,
+        "bandwidth": 30e9,
+        "versions": versions,
+        "works": summary,
+    }
 
 
 def test_summary_ranks_engines(engine_report):
@@ -423,6 +496,32 @@ def test_summary_ranks_engines(engine_report):
     assert (prompt["best_peer"], prompt["ratio"]) == ("openvino", 2.0)
     assert "ratio" not in invariance
     json.dumps(engine_report)
+
+
+def test_report_on_a_file_has_memory_and_quality():
+    """Their rows have as many columns as the others."""
+    works = {"one": FILE_WORKS["one"]}
+    results = {
+        ("one", "quire"): [figures_of_round(100, 0.1) | {"memory": 3 << 29}],
+        ("one", "vllm"): [figures_of_round(50, 0.1) | {"memory": 0}],
+    }
+    engines = ["quire", "vllm", "openvino"]
+    failures = {("one", "openvino"): "load: no room"}
+    lines = report.markdown(
+        {
+            "size": "model",
+            "shape": None,
+            "rounds": 1,
+            "bandwidth": 30e9,
+            "versions": dict.fromkeys(engines, {}),
+            "divergences": {"quire": 1.23e-4, "vllm": 0.04},
+            "works": report.summary(works, engines, results, failures, None, 30e9),
+        }
+    ).splitlines()
+    assert [line.count("|") for line in lines[:5]] == [7] * 5
+    assert lines[3].split("|")[2:5] == [" 1.50 ", "  ", "  "]
+    assert lines[4].split("|")[2:5] == [" 0.00012 ", " 0.04 ", "  "]
+    assert "- quire: reads the file, without options." in lines
 
 
 def test_report_as_markdown_and_as_a_table(engine_report):

@@ -43,7 +43,7 @@ RECIPES = {
         remove=("torchvision",),
     ),
     "transformers": Recipe(
-        steps=(TORCH, (*TORCH, "transformers==5.23.0", "accelerate")),
+        steps=(TORCH, (*TORCH, "transformers==5.23.0", "accelerate", "gguf==0.19.0")),
         shown=("transformers", "torch"),
     ),
     "llama.cpp": Recipe(

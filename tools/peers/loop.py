@@ -17,13 +17,14 @@ class LoadSettings:
 
     model: str  # the folder with config.json, model.safetensors and tokenizer.json
     prepared: str  # folder for this engine's conversion of the model
-    weights: str  # bf16, int8, int4 or q4_k_m
+    weights: str  # bf16, int8, int4, int4-32, q4_k_m or gguf
     max_len: int
     max_seqs: int
     threads: int
     drafts: int = 0  # maximum n-gram draft tokens per step
     # Folders of LoRA adapters of rank ADAPTER_RANK, assigned to the requests in turn.
     adapters: tuple[str, ...] = ()
+    file: str = ""  # the GGUF file if `weights` is gguf
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from statistics import median
 
 from .checkpoint import ModelShape
-from .work import WORKS, Workload
+from .work import FILE_WORKS, WORKS, Workload
 
 Results = Mapping[tuple[str, str], list[dict]]  # (work, engine) -> a measurement per round
 Failures = Mapping[tuple[str, str], str]
-FIGURES = ("rate", "first", "decode", "seconds")
+FIGURES = ("rate", "first", "decode", "seconds", "memory")
 NOTES = {
     "quire": (
         "with int4 and Q4_K_M rows are rounded to eight bits (`--activation-dtype int8`), as "
@@ -29,6 +29,13 @@ NOTES = {
         "Quire reads its Q4_K_M; drafts by its binding"
     ),
 }
+FILE_NOTES = {
+    "quire": "reads the file, without options",
+    "vllm": "the dequantised weights in int4 with groups of 32, by `quire quantize`",
+    "openvino": "the dequantised weights in int4 with groups of 32 and zero points, by NNCF",
+    "transformers": "the dequantised weights in bfloat16; static batches, eager",
+    "llama.cpp": "reads the file, through its C interface, batched as its server does it",
+}
 
 
 def summary(
@@ -36,7 +43,7 @@ def summary(
     engines: list[str],
     results: Results,
     failures: Failures,
-    shape: ModelShape,
+    shape: ModelShape | None,
     bandwidth: float,
 ) -> dict:
     """Summarise the results by workload: for each engine its medians and rounds, or the reason that
@@ -55,7 +62,7 @@ def summarise_work(
     engines: list[str],
     results: Results,
     failures: Failures,
-    shape: ModelShape,
+    shape: ModelShape | None,
     bandwidth: float,
 ) -> dict:
     moved = work.must_move(shape)
@@ -76,7 +83,7 @@ def summarise_work(
         if moved is not None:
             row["roof_share"] = moved / bandwidth / row["seconds"]
         if (
-            quire_tokens and "tokens" in rounds[0] and work.weights not in ("int4", "q4_k_m")
+            quire_tokens and "tokens" in rounds[0] and work.weights in ("bf16", "int8")
         ):  # engines quantise these formats differently, so tokens are not comparable
             row["first_tokens_as_quire"] = [
                 sum(map(int.__eq__, quire_tokens, rounds[0]["tokens"])),
@@ -172,6 +179,7 @@ def markdown(report: dict) -> str:
     the figure that the ratio compares.
     """
     engines = list(report["versions"])
+    works = WORKS if report["shape"] else FILE_WORKS
     head = [
         f"{name} {next(iter(report['versions'][name].values()), '')}".strip() for name in engines
     ]
@@ -182,13 +190,16 @@ def markdown(report: dict) -> str:
     for name, work in report["works"].items():
         rows = work["engines"]
         cells = [
-            figure_text(rows[engine], WORKS[name].by) if engine in rows else ""
+            figure_text(rows[engine], works[name].by) if engine in rows else ""
             for engine in engines
         ]
         ratio = text_or_empty(work.get("ratio"), "{:.2f}".format)
         share = text_or_empty(rows.get("quire", {}).get("roof_share"), "{:.0%}".format)
-        unit = ", tokens/s" if WORKS[name].kind == "serve" and WORKS[name].by == "rate" else ""
+        is_rate = works[name].kind == "serve" and works[name].by == "rate"
+        unit = ", tokens/s" if is_rate else ""
         lines.append(f"| {work['title']}{unit} | {' | '.join(cells)} | {ratio} | {share} |")
+    if not report["shape"]:
+        lines += file_rows(report, engines)
     lines += [
         "",
         (
@@ -196,7 +207,8 @@ def markdown(report: dict) -> str:
             "GB/s."
         ),
     ]
-    lines += [f"- {name}: {NOTES[name]}." for name in engines if name in NOTES]
+    notes = NOTES if report["shape"] else FILE_NOTES
+    lines += [f"- {name}: {notes[name]}." for name in engines if name in notes]
     failed = {
         (engine, row["failed"]): None
         for work in report["works"].values()
@@ -205,3 +217,26 @@ def markdown(report: dict) -> str:
     }
     lines += [f"- {engine} failed: {reason}" for engine, reason in failed]
     return "\n".join(lines) + "\n"
+
+
+def file_rows(report: dict, engines: list[str]) -> list[str]:
+    """Rows of memory and quality."""
+    peaks = [
+        max(
+            (
+                work["engines"][engine].get("memory", 0)
+                for work in report["works"].values()
+                if engine in work["engines"]
+            ),
+            default=0,
+        )
+        for engine in engines
+    ]
+    memory = [f"{peak / 2**30:.2f}" if peak else "" for peak in peaks]
+    divergences = [
+        text_or_empty(report["divergences"].get(engine), "{:.2g}".format) for engine in engines
+    ]
+    return [
+        f"| peak resident memory over all of these, GiB | {' | '.join(memory)} | | |",
+        f"| mean KL divergence from float32 | {' | '.join(divergences)} | | |",
+    ]

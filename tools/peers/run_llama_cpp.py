@@ -67,6 +67,8 @@ ROWS = 512  # n_ubatch: maximum tokens computed at once; llama.cpp's default
 def prepare(settings: LoadSettings) -> None:
     if settings.adapters:
         raise NotImplementedError("its adapters are not compared")
+    if settings.weights == "gguf":
+        return
     folder = Path(settings.prepared)
     folder.mkdir(parents=True, exist_ok=True)
     bf16_path = folder / FILES["bf16"]
@@ -212,11 +214,13 @@ def stack_experts(bits_by_name: dict[str, np.ndarray], experts: int) -> dict[str
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
     lib.llama_backend_init()
-    path = Path(settings.prepared) / FILES[settings.weights]
+    path = settings.file or Path(settings.prepared) / FILES[settings.weights]
     model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {path}")
-    vocab = json.loads((Path(settings.model) / "config.json").read_text())["vocab_size"]
+    vocabulary = lib.llama_model_get_vocab(model)
+    assert vocabulary is not None
+    vocab = lib.llama_vocab_n_tokens(vocabulary)
 
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         seqs = min(settings.max_seqs, len(requests))
@@ -230,6 +234,22 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
             lib.llama_free(context)
 
     return serve
+
+
+def score(settings: LoadSettings, tokens: list[int]) -> np.ndarray:
+    """Log-probabilities [T, V] of the next token after each token."""
+    llm = lib.Llama(
+        settings.file,
+        n_ctx=len(tokens),
+        logits_all=True,
+        n_threads=settings.threads,
+        n_threads_batch=settings.threads,
+        verbose=False,
+    )
+    llm.eval(tokens)
+    logits_TV = np.array(llm.scores[: len(tokens)], np.float64)
+    logits_TV -= logits_TV.max(-1, keepdims=True)
+    return logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
 
 
 def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt]):

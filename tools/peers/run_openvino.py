@@ -13,6 +13,7 @@ COMPRESSION = {
     "bf16": None,
     "int8": {"bits": 8, "sym": False},
     "int4": {"bits": 4, "sym": False, "group_size": 128},
+    "int4-32": {"bits": 4, "sym": False, "group_size": 32},
 }
 
 
@@ -35,6 +36,25 @@ def prepare(settings: LoadSettings) -> None:
     )
     main_export(settings.model, folder, task="text-generation-with-past", ov_config=config)
     (folder / "done").touch()
+
+
+def score(settings: LoadSettings, tokens: list[int]):
+    """Log-probabilities [T, V] of the next token after each token."""
+    import numpy as np
+    import openvino as ov
+
+    path = Path(settings.prepared) / settings.weights / "openvino_model.xml"
+    request = ov.Core().compile_model(str(path), "CPU").create_infer_request()
+    ids = np.array([tokens], np.int64)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(len(tokens))[None],
+        "beam_idx": np.zeros(1, np.int32),
+    }
+    logits_TV = request.infer(inputs)["logits"][0].astype(np.float64)
+    logits_TV -= logits_TV.max(-1, keepdims=True)
+    return logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:

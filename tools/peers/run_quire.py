@@ -4,7 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quire import LLM, LoRARequest, SamplingParams
+from quire.serving.request.logprobs import PromptLogprobs
 
 from .loop import ADAPTER_RANK, LoadSettings, TimedPrompt, TimedTokens, drive
 
@@ -14,6 +17,7 @@ WEIGHTS = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"} | EIGHT,
     "q4_k_m": EIGHT,
+    "gguf": {},  # as it runs without options
 }
 
 
@@ -21,8 +25,18 @@ def prepare(settings: LoadSettings) -> None:
     """No-op: Quire quantises at load time; the Q4_K_M file is prepared by llama.cpp's runner."""
 
 
+def score(settings: LoadSettings, tokens: list[int]) -> np.ndarray:
+    """Log-probabilities [T, V] of the next token after each token."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
+    prompt = [*tokens, 0]  # its last token has no next
+    with LLM(settings.file, max_model_len=len(prompt) + 1, max_num_seqs=1, max_logprobs=-1) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert isinstance(output.prompt_logprobs, PromptLogprobs)
+        return output.prompt_logprobs.to_array()
+
+
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
-    model = settings.model
+    model = settings.file or settings.model
     options = dict[str, Any](WEIGHTS[settings.weights])
     if settings.weights == "q4_k_m":
         model = str(Path(settings.prepared).parent / "llama.cpp" / "q4_k_m.gguf")

@@ -4,11 +4,19 @@ for its end.
 
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from .loop import LoadSettings, TimedPrompt, TimedTokens
 
@@ -31,6 +39,36 @@ def prepare(settings: LoadSettings) -> None:
         )
     if settings.drafts or settings.adapters:
         raise NotImplementedError("its drafts and adapters are not compared")
+
+
+def dequantise(settings: LoadSettings) -> None:
+    """Write the weights of the GGUF file as a float32 folder, unless it exists."""
+    folder = Path(settings.model)
+    if (folder / "model.safetensors").is_file():
+        return
+    file = Path(settings.file)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)  # with it `save_pretrained` refuses
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if config["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight", None)
+    temporary_path = folder / "model.safetensors.part"
+    save_file(tensors, temporary_path, metadata={"format": "pt"})
+    temporary_path.replace(folder / "model.safetensors")
+
+
+def score(settings: LoadSettings, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities [T, V] of the next token after each token, in float32: the reference."""
+    torch.set_num_threads(settings.threads)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1)
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:

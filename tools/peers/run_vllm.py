@@ -1,7 +1,7 @@
 """Runner for vLLM on CPUs. int8 and int4 are compressed-tensors checkpoints by `quire quantize`.
 
 int8 is W8A8 with per-channel weight scales and dynamic per-token activation scales; int4 is W4A16
-with groups of 128. The embedding, tied to the LM head, stays bf16.
+with groups of 128, int4-32 of 32. The embedding, tied to the LM head, stays bf16.
 """
 
 # pyright: reportMissingImports=false
@@ -14,8 +14,36 @@ from .loop import ADAPTER_RANK, LoadSettings, TimedPrompt, TimedTokens, drive
 
 def prepare(settings: LoadSettings) -> None:
     """Only check the format: `checkpoint.quantise` has written the checkpoint already."""
-    if settings.weights not in ("bf16", "int8", "int4"):
+    if settings.weights not in ("bf16", "int8", "int4", "int4-32"):
         raise NotImplementedError(f"{settings.weights} is not compared")
+
+
+def score(settings: LoadSettings, tokens: list[int]):
+    """Log-probabilities [T, V] of the next token after each token."""
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    prompt = [*tokens, 0]  # its last token has no next
+    llm = LLM(
+        str(Path(settings.prepared) / settings.weights),
+        dtype="bfloat16",
+        max_model_len=len(prompt) + 1,
+        max_num_seqs=1,
+        max_logprobs=-1,
+        skip_tokenizer_init=True,
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
+    )
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    flat = output.prompt_logprobs
+    rows = []
+    for start, end in zip(flat.start_indices[1:], flat.end_indices[1:], strict=True):
+        token_ids = flat.token_ids[start:end]
+        row = np.empty(max(token_ids) + 1, np.float32)
+        row[token_ids] = flat.logprobs[start:end]
+        rows.append(row)
+    return np.stack(rows)
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:

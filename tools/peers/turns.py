@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,8 @@ from .loop import LoadSettings, TimedPrompt
 from .work import Workload
 
 SHORT = 8  # maximum output tokens of a warm-up request
+# The formats in which engines that do not read GGUF files get the file's dequantised weights.
+NEAREST = {"vllm": "int4-32", "openvino": "int4-32", "transformers": "bf16"}
 
 
 class EngineFailure(RuntimeError):
@@ -41,7 +44,8 @@ class EngineProcess:
     It is stopped (SIGSTOP) between jobs, so that its idle threads take no CPU time from others.
     """
 
-    def __init__(self, engine: str, bench: Bench):
+    def __init__(self, engine: str, bench: Bench, cache: Path | None = None):
+        """Start the process; with `cache`, that folder takes the place of ~/.cache."""
         self.engine = engine
         self.limit = bench.limit
         self.log = bench.place / "logs" / f"{engine}.log"
@@ -63,6 +67,8 @@ class EngineProcess:
         )
         # PATH has the command-line tools of the peer's environment.
         env = os.environ if engine == "quire" else os.environ | peer | {"PATH": path}
+        if cache is not None:
+            env = env | {"XDG_CACHE_HOME": str(cache)}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 command(bench.place, engine),
@@ -121,6 +127,16 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
+    def peak_memory(self) -> int:
+        """The sum of the peak resident bytes of the process and its children."""
+        peak = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, ValueError):  # a process may end meanwhile
+                if os.getpgid(int(process.name)) == self.process.pid:
+                    status = (process / "status").read_text()
+                    peak += int(status.split("VmHWM:")[1].split()[0]) << 10
+        return peak
+
     def close(self) -> None:
         self.signal(signal.SIGKILL)
         self.process.wait()
@@ -158,11 +174,34 @@ def prepare(engine: str, work: Workload, bench: Bench) -> None:
 
 def load_settings(engine: str, work: Workload, bench: Bench) -> LoadSettings:
     prepared = Path(bench.settings.model).parent / engine
+    weights = NEAREST.get(engine, "gguf") if work.weights == "gguf" else work.weights
     adapters = tuple(
         str(checkpoint.adapter_folder(bench.settings.model, n)) for n in range(work.adapters)
     )
-    work_settings = {"weights": work.weights, "drafts": work.drafts, "adapters": adapters}
+    work_settings = {"weights": weights, "drafts": work.drafts, "adapters": adapters}
     return replace(bench.settings, prepared=str(prepared), **work_settings)
+
+
+def score(engine: str, work: Workload, tokens: list[int], out: Path, bench: Bench) -> None:
+    """Write the log-probabilities [T, V] of the next token after each token of a text, as a NumPy
+    file.
+    """
+    prepare(engine, work, bench)
+    worker = EngineProcess(engine, bench)
+    try:
+        settings = asdict(load_settings(engine, work, bench))
+        worker.ask(op="score", settings=settings, tokens=tokens, out=str(out))
+    finally:
+        worker.close()
+
+
+def dequantise(bench: Bench) -> None:
+    """Write the GGUF file's dequantised weights, by transformers, for engines that read no GGUF."""
+    worker = EngineProcess("transformers", bench)
+    try:
+        worker.ask(op="dequantise", settings=asdict(bench.settings))
+    finally:
+        worker.close()
 
 
 def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> dict:
@@ -170,14 +209,15 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
     requests = work.requests(turn)
     if work.kind == "start":
         settings = asdict(load_settings(worker.engine, work, bench))
-        started = time.perf_counter()
-        fresh = EngineProcess(worker.engine, bench)
-        try:
-            fresh.ask(op="load", settings=settings)
-            fresh.run(requests)
-            return {"first": time.perf_counter() - started}
-        finally:
-            fresh.close()
+        with tempfile.TemporaryDirectory() as cache:
+            started = time.perf_counter()
+            fresh = EngineProcess(worker.engine, bench, Path(cache) if work.cold else None)
+            try:
+                fresh.ask(op="load", settings=settings)
+                fresh.run(requests)
+                return {"first": time.perf_counter() - started}
+            finally:
+                fresh.close()
     if not turn:  # warm up: engines compile or pack weights at first use
         warm = [
             replace(request, count=min(request.count, SHORT), arrival=0.0)
@@ -192,7 +232,7 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
             "of": len(requests),
         }
     with busy_processes(work.busy):
-        return figures(requests, worker.run(requests))
+        return figures(requests, worker.run(requests)) | {"memory": worker.peak_memory()}
 
 
 @contextlib.contextmanager

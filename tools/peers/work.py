@@ -1,7 +1,7 @@
 """The workloads: the same prompts, lengths and arrivals for every engine, from a seed per round."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .checkpoint import BYTES_A_WEIGHT, VOCAB, ModelShape
 from .loop import TimedPrompt
@@ -25,6 +25,7 @@ class Workload:
     phrases: int = 1  # number of times that a prompt repeats a phrase
     adapters: int = 0  # LoRA adapters, assigned to the requests in turn
     busy: int = 0  # unrelated processes that keep CPU cores busy
+    cold: bool = False  # of a start: with empty caches
     # Figure that the ratio compares: rate (output tokens per second) or first (TTFT).
     by: str = "rate"
 
@@ -43,12 +44,12 @@ class Workload:
             now += plan.expovariate(RATE) if self.spread else 0.0
         return timed_prompts
 
-    def must_move(self, shape: ModelShape) -> float | None:
+    def must_move(self, shape: ModelShape | None) -> float | None:
         """The minimum bytes to read: the weights once per step, and the KV cache of all positions
         before.
 
         None if there is no such bound: the engine chooses the number of steps, the workload is
-        compute-bound, or other processes use the memory.
+        compute-bound, other processes use the memory, or engines store the weights differently.
         """
         if (
             self.kind != "serve"
@@ -57,6 +58,7 @@ class Workload:
             or self.drafts
             or self.adapters
             or self.busy
+            or shape is None
         ):
             return None
         requests = self.requests(0)
@@ -132,4 +134,24 @@ WORKS = {
     "sixteen-q4_k_m": Workload(
         "16 requests, 128 in, 128 out, Q4_K_M", 16, (128, 128), (128, 128), weights="q4_k_m"
     ),
+}
+
+# Of a GGUF file.
+FILE_WORKS = {
+    name: replace(work, weights="gguf")
+    for name, work in {
+        "one": WORKS["one"],
+        "sixteen": WORKS["sixteen"],
+        "sixty-four": WORKS["sixty-four"],
+        "prompt-2048": Workload(
+            "1 request, 2,048 in: time to the first token", 1, (2048, 2048), (4, 4), by="first"
+        ),
+        "prompt-16000": Workload(
+            "1 request, 16,000 in: time to the first token", 1, (16000, 16000), (4, 4), by="first"
+        ),
+        "start": WORKS["start"],
+        "cold-start": replace(
+            WORKS["start"], title="first start of a file, to the first token", cold=True
+        ),
+    }.items()
 }

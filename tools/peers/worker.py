@@ -13,6 +13,8 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+
 if not __package__:  # run by its path: the peer's packages precede these tools on sys.path
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     __package__ = "peers"
@@ -29,12 +31,19 @@ RUNNERS = {
 
 
 def reply(runner, state: dict, job: dict) -> dict:
-    """Run one job: `prepare` and `load` take LoadSettings, `run` takes requests."""
+    """Run one job: all but `run`, which takes requests, take LoadSettings."""
     if job["op"] == "prepare":
         runner.prepare(LoadSettings(**job["settings"]))
         return {}
     if job["op"] == "load":
         state["serve"] = runner.load(LoadSettings(**job["settings"]))
+        return {}
+    if job["op"] == "dequantise":
+        runner.dequantise(LoadSettings(**job["settings"]))
+        return {}
+    if job["op"] == "score":
+        logprobs_TV = runner.score(LoadSettings(**job["settings"]), job["tokens"])
+        np.save(job["out"], np.asarray(logprobs_TV, np.float32))
         return {}
     requests = [TimedPrompt(**request) for request in job["requests"]]
     return {"answers": [asdict(answer) for answer in state["serve"](requests)]}

@@ -30,6 +30,9 @@ FORMATS = {
 }
 
 
+ACTIVATIONS_ROUNDED = ("int8", "fp8")  # formats of weights and activations
+
+
 class Format(Protocol):
     """The interface of the modules of this package."""
 
@@ -149,8 +152,13 @@ def splits(name: str) -> bool:
 
 
 def head_format(name: str | None) -> str | None:
-    """The format of the head of a model whose weights have this format."""
-    return None if name is None else format_of(name)[0].HEAD
+    """The format of the head of a model whose weights have this format.
+
+    Activations of the head are rounded only if those of the layers are.
+    """
+    if name is None or name in ACTIVATIONS_ROUNDED:
+        return name
+    return format_of(name)[0].HEAD
 
 
 def kernels(name: str | None) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ BITS = ("4", "3")
 SHARE = 0.0045  # the fraction of unquantised weights of an output, as in the paper
 
 CHOICES = "codebook-4 or codebook-3"
-HEAD = "int8"
+HEAD = "int8-weights"
 SPLITS = False
 METHOD = None
 MULTIPLE = 1

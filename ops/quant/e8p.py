@@ -45,7 +45,7 @@ SIZES = (256, 4096)  # numbers of points that are rounded together, so that few 
 WIDTH = {"2": 0.97, "4": 1.12}
 
 CHOICES = "e8p-2 or e8p-4"
-HEAD = "int8"
+HEAD = "int8-weights"
 SPLITS = False
 METHOD = None
 MULTIPLE = SIZE

@@ -28,7 +28,7 @@ LIMIT = 448  # the largest of these floats
 SIDE = 128  # size of the blocks that share a scale
 
 CHOICES = "fp8, fp8-weights (activations stay as they are)"
-HEAD = "fp8"
+HEAD = "fp8-weights"
 SPLITS = True
 METHOD = None
 MULTIPLE = 1

@@ -5,7 +5,7 @@ from functools import partial
 from .int4 import schemes, spec_with_bits
 
 CHOICES = "int3 with the options of int4"
-HEAD = "int8"
+HEAD = "int8-weights"
 SPLITS = False
 METHOD = None
 MULTIPLE = 1

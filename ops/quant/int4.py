@@ -41,7 +41,7 @@ GROUPS = ("32", "64", "128")
 MIDDLE = 8  # the zero point of groups without one
 
 CHOICES = "int4 with a group of 32, 64 or 128 and perhaps zero points, such as int4-128-zero"
-HEAD = "int8"  # four bits are too few for a vocabulary
+HEAD = "int8-weights"  # four bits are too few for a vocabulary
 SPLITS = False  # groups lie along the axis that would be split
 METHOD = None
 MULTIPLE = 1

@@ -39,7 +39,7 @@ CHOICES = (
     "int8, int8-weights (activations stay as they are), int8-weights-128 (a group of 16, 32, "
     "64 or 128)"
 )
-HEAD = "int8"
+HEAD = "int8-weights"
 SPLITS = True
 METHOD = None
 MULTIPLE = 1

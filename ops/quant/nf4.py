@@ -8,7 +8,7 @@ from .grouped import by_table
 GROUP = 64
 
 CHOICES = "nf4"
-HEAD = "int8"
+HEAD = "int8-weights"
 SPLITS = False
 STORED: dict[str, Scheme] = {}
 METHOD = None

@@ -6,7 +6,7 @@ from .grouped import by_table
 GROUP = 16
 
 CHOICES = "nvfp4"
-HEAD = "int8"
+HEAD = "int8-weights"
 SPLITS = False
 STORED: dict[str, Scheme] = {}
 METHOD = None

@@ -111,7 +111,13 @@ def test_format_modules_define_every_field(name):
     assert module.CHOICES is not None or not module.STORED
     for full in module.STORED:
         assert quant.stored_name(full) == full == quant.check(full)
-        assert quant.head_format(full) in quant.stored_schemes()
+        head = quant.head_format(full)
+        schemes = quant.stored_schemes()
+        assert head in schemes
+        has_rounded_activations = schemes[full].activations is not None
+        assert (schemes[head].activations is not None) == has_rounded_activations, (
+            "activations of the head are rounded only if those of the layers are"
+        )
 
 
 @pytest.mark.parametrize(

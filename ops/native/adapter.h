@@ -1,4 +1,4 @@
-// What adapters of low rank add to products: (x down) up for each row, of its own adapter.
+// LoRA and DoRA adapters: adds (x down) up to the products of rows, each row with its own adapter.
 #pragma once
 
 #include <algorithm>
@@ -8,96 +8,99 @@
 
 namespace quire {
 
-// As many numbers as a vector has, or fewer at the end of a row, and zeros after them.
-template <bool WIDE, typename Lanes>
-F some_of(const void* at, Lanes lanes) {
-  if constexpr (WIDE) {
+// Loads `count` values of float32 or bfloat16, at most one machine vector; the other lanes are zeros.
+template <bool IS_FLOAT32, typename Count>
+F load_vector(const void* address, Count count) {
+  if constexpr (IS_FLOAT32) {
     F x{};
-    std::memcpy(&x, at, lanes * sizeof(float));
+    std::memcpy(&x, address, count * sizeof(float));
     return x;
   } else {
     U16 bits{};
-    std::memcpy(&bits, at, lanes * sizeof(uint16_t));
-    return widen(bits);
+    std::memcpy(&bits, address, count * sizeof(uint16_t));
+    return bf16_to_float(bits);
   }
 }
 
-// Calls run(k, vectors, lanes) for every V vectors from `begin` on, for each of those that are left, and for what is left of one;
-// of whole ones both are constants.
+// Calls run(k, vectors, count) for every V vectors from `begin` to `end`, then for each remaining vector and for the tail.
+// `count` is the number of values in a vector. Both are compile-time constants, except the count of the tail.
 template <int64_t V, typename Run>
-void each_block(int64_t begin, int64_t end, const Run& run) {
-  constexpr std::integral_constant<int64_t, W> all;
-  constexpr std::integral_constant<int64_t, 1> one;
+void for_each_block(int64_t begin, int64_t end, const Run& run) {
+  constexpr std::integral_constant<int64_t, W> full;
+  constexpr std::integral_constant<int64_t, 1> one_vector;
   int64_t k = begin;
-  for (; k + V * W <= end; k += V * W) run(k, std::integral_constant<int64_t, V>(), all);
-  for (; k + W <= end; k += W) run(k, one, all);
-  if (k < end) run(k, one, end - k);
+  for (; k + V * W <= end; k += V * W) run(k, std::integral_constant<int64_t, V>(), full);
+  for (; k + W <= end; k += W) run(k, one_vector, full);
+  if (k < end) run(k, one_vector, end - k);
 }
 
-// Matrices, one after the other: rows of bfloat16 or float32.
+// A stack of matrices [matrix, rows, columns].
 struct Stack {
-  const char* at;
-  bool wide;
-  int64_t rows, columns;  // of a matrix
+  const char* data;
+  bool is_float32;  // else bfloat16
+  int64_t rows, columns;
 
-  template <bool WIDE, typename Lanes>
-  F some(int64_t matrix, int64_t row, int64_t column, Lanes lanes) const {
-    return some_of<WIDE>(at + ((matrix * rows + row) * columns + column) * (WIDE ? 4 : 2), lanes);
+  template <bool IS_FLOAT32, typename Count>
+  F load(int64_t matrix, int64_t row, int64_t column, Count count) const {
+    return load_vector<IS_FLOAT32>(data + ((matrix * rows + row) * columns + column) * (IS_FLOAT32 ? 4 : 2), count);
   }
 };
 
 struct Adapter {
-  static constexpr int64_t TOGETHER = 2;  // rows that share what is read of an adapter
-  static constexpr int64_t BLOCK = 512;   // outputs of a chunk of work
+  static constexpr int64_t MAX_ROWS = 2;         // rows that share the loads of an adapter
+  static constexpr int64_t CHUNK_OUTPUTS = 512;  // outputs of a chunk of work
 
   int64_t T, D, O;
-  const char* x;
-  bool wide;                       // whether x is float32, or bfloat16
-  const int32_t* slots;            // of each row; past the last of rows without an adapter
-  int64_t num_slots, each, which;  // a slot has so many matrices, of which this one is meant
-  Stack down, up;                  // [D, parts * rank], [rank, O]
-  const float* longer;             // [O] for each
-  const int32_t* ends;             // of each part its first output, and the one after its last
-  int64_t parts;
-  float* out;                      // [T, O]: the products, and then the sums
+  const char* x;             // [T, D]
+  bool is_float32;           // whether x is float32; else bfloat16
+  const int32_t* slots;      // [T], the adapter of each row; num_slots for rows without one
+  int64_t num_slots;
+  int64_t slot_matrices;     // matrices of a slot in the stacks
+  int64_t slot_matrix;       // index of the matrix to apply among those of a slot
+  Stack down, up;            // [D, num_parts * rank], [rank, O]
+  const float* dora_gain;  // [matrix, O], times the product, added to it (DoRA)
+  const int32_t* bounds;     // [num_parts, 2], first output of each part and the one after its last
+  int64_t num_parts;         // parts of the outputs have separate `down` matrices, such as those of q, k and v
+  float* out;                // [T, O], the products; the results replace them
 
   int64_t rank() const { return up.rows; }
-  int64_t matrix(int64_t row) const { return slots[row] * each + which; }
+  int64_t matrix(int64_t row) const { return slots[row] * slot_matrices + slot_matrix; }
 
-  struct Some {
-    int64_t count, rows[TOGETHER];
+  // Rows of one adapter that are computed together.
+  struct RowGroup {
+    int64_t count, rows[MAX_ROWS];
   };
 
-  // Rows of one adapter each, some at a time.
-  std::vector<Some> together() const {
+  std::vector<RowGroup> row_groups() const {
     std::vector<int64_t> order;
     for (int64_t t = 0; t < T; ++t)
       if (slots[t] >= 0 && slots[t] < num_slots) order.push_back(t);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return slots[a] < slots[b]; });
-    std::vector<Some> found;
+    std::vector<RowGroup> groups;
     for (int64_t t : order) {
-      if (found.empty() || found.back().count == TOGETHER || slots[found.back().rows[0]] != slots[t])
-        found.push_back({});
-      found.back().rows[found.back().count++] = t;
+      if (groups.empty() || groups.back().count == MAX_ROWS || slots[groups.back().rows[0]] != slots[t])
+        groups.push_back({});
+      groups.back().rows[groups.back().count++] = t;
     }
-    return found;
+    return groups;
   }
 
-  // inner [rows, parts * rank] = x down. Even inputs and odd ones have a sum each.
-  template <int64_t N, bool WIDE>
-  void shrink(const Some& some, float* inner) const {
-    static thread_local std::vector<float> room;
-    room.resize(N * D);
-    const float* from = room.data();
-    for (int64_t n = 0; n < N; ++n) read({x + some.rows[n] * D * (wide ? 4 : 2), wide}, D, room.data() + n * D);
-    const int64_t R = down.columns, own = matrix(some.rows[0]);
-    each_block<2>(0, R, [&](int64_t r, auto vectors, auto lanes) {
+  // inner [rows, num_parts * rank] = x down. Even and odd inputs have separate accumulators.
+  template <int64_t N, bool IS_FLOAT32>
+  void shrink(const RowGroup& group, float* inner) const {
+    static thread_local std::vector<float> buffer;
+    buffer.resize(N * D);
+    const float* rows = buffer.data();
+    for (int64_t n = 0; n < N; ++n)
+      read_row({x + group.rows[n] * D * (is_float32 ? 4 : 2), is_float32}, D, buffer.data() + n * D);
+    const int64_t R = down.columns, group_matrix = matrix(group.rows[0]);
+    for_each_block<2>(0, R, [&](int64_t r, auto vectors, auto count) {
       constexpr int64_t V = vectors;
       F even[N][V] = {}, odd[N][V] = {};
       auto add = [&](F (&sums)[N][V], int64_t d) {
         for (int64_t v = 0; v < V; ++v) {
-          F w = down.some<WIDE>(own, d, r + v * W, lanes);
-          for (int64_t n = 0; n < N; ++n) sums[n][v] += w * from[n * D + d];
+          F w = down.load<IS_FLOAT32>(group_matrix, d, r + v * W, count);
+          for (int64_t n = 0; n < N; ++n) sums[n][v] += w * rows[n * D + d];
         }
       };
       int64_t d = 0;
@@ -106,51 +109,60 @@ struct Adapter {
       for (int64_t n = 0; n < N; ++n)
         for (int64_t v = 0; v < V; ++v) {
           F sum = even[n][v] + odd[n][v];
-          std::memcpy(inner + n * R + r + v * W, &sum, lanes * sizeof(float));
+          std::memcpy(inner + n * R + r + v * W, &sum, count * sizeof(float));
         }
     });
   }
 
-  // out += inner up, and what DoRA adds, of the outputs from `first` to `last`.
-  template <int64_t N, bool WIDE>
-  void grow(const Some& some, const float* inner, int64_t first, int64_t last) const {
-    const int64_t own = matrix(some.rows[0]);
-    const float* more = longer + own * O;
-    for (int64_t part = 0; part < parts; ++part) {
-      int64_t begin = std::max<int64_t>(first, ends[2 * part]), end = std::min<int64_t>(last, ends[2 * part + 1]);
-      each_block<4>(begin, end, [&](int64_t o, auto vectors, auto lanes) {
+  // out += inner up + dora_gain * out, for the outputs from `first` to `last`.
+  template <int64_t N, bool IS_FLOAT32>
+  void expand(const RowGroup& group, const float* inner, int64_t first, int64_t last) const {
+    const int64_t group_matrix = matrix(group.rows[0]);
+    const float* gain = dora_gain + group_matrix * O;
+    for (int64_t part = 0; part < num_parts; ++part) {
+      int64_t begin = std::max<int64_t>(first, bounds[2 * part]);
+      int64_t end = std::min<int64_t>(last, bounds[2 * part + 1]);
+      for_each_block<4>(begin, end, [&](int64_t o, auto vectors, auto count) {
         constexpr int64_t V = vectors;
         F sums[N][V] = {};
         for (int64_t r = 0; r < rank(); ++r)
           for (int64_t v = 0; v < V; ++v) {
-            F w = up.some<WIDE>(own, r, o + v * W, lanes);
+            F w = up.load<IS_FLOAT32>(group_matrix, r, o + v * W, count);
             for (int64_t n = 0; n < N; ++n) sums[n][v] += w * inner[n * down.columns + part * rank() + r];
           }
         for (int64_t n = 0; n < N; ++n)
           for (int64_t v = 0; v < V; ++v) {
-            float* to = out + some.rows[n] * O + o + v * W;
-            F y = some_of<true>(to, lanes), sum = y + (sums[n][v] + some_of<true>(more + o + v * W, lanes) * y);
-            std::memcpy(to, &sum, lanes * sizeof(float));
+            float* target = out + group.rows[n] * O + o + v * W;
+            F y = load_vector<true>(target, count);
+            F sum = y + (sums[n][v] + load_vector<true>(gain + o + v * W, count) * y);
+            std::memcpy(target, &sum, count * sizeof(float));
           }
       });
     }
   }
 
-  template <bool WIDE, typename Pool>
+  // IS_FLOAT32 is the type of `down` and `up`.
+  template <bool IS_FLOAT32, typename Pool>
   void run(Pool& pool) const {
-    static_assert(TOGETHER == 2);
-    std::vector<Some> all = together();
-    if (all.empty()) return;
-    const int64_t count = all.size(), room = TOGETHER * down.columns, blocks = (O + BLOCK - 1) / BLOCK;
-    std::vector<float> inner(count * room);
-    parallel(pool, count, [&](int64_t i) {
-      float* own = &inner[i * room];
-      all[i].count == 1 ? shrink<1, WIDE>(all[i], own) : shrink<2, WIDE>(all[i], own);
+    static_assert(MAX_ROWS == 2);
+    std::vector<RowGroup> groups = row_groups();
+    if (groups.empty()) return;
+    const int64_t num_groups = groups.size();
+    const int64_t inner_size = MAX_ROWS * down.columns;
+    const int64_t num_chunks = (O + CHUNK_OUTPUTS - 1) / CHUNK_OUTPUTS;
+    std::vector<float> inner(num_groups * inner_size);
+    parallel(pool, num_groups, [&](int64_t i) {
+      float* group_inner = &inner[i * inner_size];
+      groups[i].count == 1 ? shrink<1, IS_FLOAT32>(groups[i], group_inner)
+                           : shrink<2, IS_FLOAT32>(groups[i], group_inner);
     });
-    parallel(pool, count * blocks, [&](int64_t chunk) {
-      int64_t i = chunk / blocks, first = chunk % blocks * BLOCK, last = std::min(O, first + BLOCK);
-      const float* own = &inner[i * room];
-      all[i].count == 1 ? grow<1, WIDE>(all[i], own, first, last) : grow<2, WIDE>(all[i], own, first, last);
+    parallel(pool, num_groups * num_chunks, [&](int64_t chunk) {
+      int64_t i = chunk / num_chunks;
+      int64_t first = chunk % num_chunks * CHUNK_OUTPUTS;
+      int64_t last = std::min(O, first + CHUNK_OUTPUTS);
+      const float* group_inner = &inner[i * inner_size];
+      groups[i].count == 1 ? expand<1, IS_FLOAT32>(groups[i], group_inner, first, last)
+                           : expand<2, IS_FLOAT32>(groups[i], group_inner, first, last);
     });
   }
 };

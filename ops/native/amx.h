@@ -1,5 +1,5 @@
-// AMX: sixteen by sixteen sums at a time. With QUIRE_EMULATE_AMX the instructions are plain loops, so that everything
-// round them is tested on machines that lack them.
+// AMX instructions, which compute tiles of sixteen by sixteen sums. With QUIRE_EMULATE_AMX they are plain loops, so
+// that the code around them is tested on machines without AMX.
 #pragma once
 
 #include "common.h"
@@ -12,17 +12,17 @@ namespace amx {
 
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a tile's row
+  uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 blocks of weights; the last of two tiles of x may be shorter.
-inline Config config(int64_t first, int64_t second) {
+// Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 blocks of weights. The two tiles of x have this many rows each.
+inline Config config(int64_t first_rows, int64_t second_rows) {
   Config c;
   for (int tile = 0; tile < 8; ++tile) {
-    c.bytes[tile] = 64;
-    int64_t of_rows = tile < 4 ? tile / 2 : tile - 4;
-    c.rows[tile] = static_cast<uint8_t>(tile < 6 ? (of_rows ? second : first) : 16);
+    c.row_bytes[tile] = 64;
+    int64_t x_tile = tile < 4 ? tile / 2 : tile - 4;
+    c.rows[tile] = static_cast<uint8_t>(tile < 6 ? (x_tile ? second_rows : first_rows) : 16);
   }
   return c;
 }
@@ -50,15 +50,15 @@ void zero() {
   std::memset(state().bytes[N], 0, 1024);
 }
 template <int N>
-void load(const void* from, int64_t stride) {
+void load(const void* source, int64_t stride) {
   zero<N>();
   for (int r = 0; r < state().config.rows[N]; ++r)
-    std::memcpy(state().bytes[N][r], static_cast<const uint8_t*>(from) + r * stride, 64);
+    std::memcpy(state().bytes[N][r], static_cast<const uint8_t*>(source) + r * stride, 64);
 }
 template <int N>
-void store(void* to, int64_t stride) {
+void store(void* target, int64_t stride) {
   for (int r = 0; r < state().config.rows[N]; ++r)
-    std::memcpy(static_cast<uint8_t*>(to) + r * stride, state().bytes[N][r], 64);
+    std::memcpy(static_cast<uint8_t*>(target) + r * stride, state().bytes[N][r], 64);
 }
 template <int C, int A, int B>
 void dot_bf16() {
@@ -70,8 +70,8 @@ void dot_bf16() {
         uint16_t a[2], b[2];
         std::memcpy(a, t[A][m] + 4 * k, 4);
         std::memcpy(b, t[B][k] + 4 * n, 4);
-        even += widen(a[0]) * widen(b[0]);
-        odd += widen(a[1]) * widen(b[1]);
+        even += bf16_to_float(a[0]) * bf16_to_float(b[0]);
+        odd += bf16_to_float(a[1]) * bf16_to_float(b[1]);
       }
       std::memcpy(&sum, t[C][m] + 4 * n, 4);
       sum += even + odd;
@@ -93,7 +93,7 @@ void dot_int8() {
 
 #else
 
-// GCC 12 believes that ldtilecfg reads eight bytes alone: the whole of memory is named, lest stores to the rest be dropped.
+// GCC 12 assumes that ldtilecfg reads only eight bytes: the memory clobber keeps it from removing stores to the others.
 inline void start(const Config& c) { asm volatile("ldtilecfg %0" ::"m"(c) : "memory"); }
 inline void stop() { asm volatile("tilerelease" ::: "memory"); }
 
@@ -102,12 +102,12 @@ void zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(N));
 }
 template <int N>
-void load(const void* from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(N) : "memory");
+void load(const void* source, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(source), "r"(stride), "i"(N) : "memory");
 }
 template <int N>
-void store(void* to, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(N) : "memory");
+void store(void* target, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(target), "r"(stride), "i"(N) : "memory");
 }
 template <int C, int A, int B>
 void dot_bf16() {

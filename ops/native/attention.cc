@@ -12,7 +12,7 @@ bool of_pages(Buffer x) {
 }
 
 bool of_rows(Buffer x) {
-  return x.wide() ? attention::MAY_BE_WIDE<ROW> : x.type() == dtype::BF16 && attention::MAY_BE_NARROW<PAGE, ROW>;
+  return x.is_float32() ? attention::MAY_BE_WIDE<ROW> : x.type() == dtype::BF16 && attention::MAY_BE_NARROW<PAGE, ROW>;
 }
 
 // Arrays that a case does not have come empty: new keys and values where another layer has appended them, values that
@@ -24,13 +24,13 @@ const char* paged_attention(const Call& call) {
   attention::Call a{};
   a.T = q.dim(0), a.N = q.dim(1), a.H = q.dim(2);
   a.P = k_pages.dim(0), a.S = k_pages.dim(1), a.K = k_pages.dim(2);
-  a.V = out.last(), a.B = starts.size() - 1, a.M = call.array(9).dim(1);
-  a.q = q.data<void>(), a.k = call.array(1).given<void>(), a.v = call.array(2).given<void>(), a.wide = q.wide();
-  a.k_pages = k_pages.data<void>(), a.v_pages = call.array(4).given<void>();
-  a.k_scale = call.array(5).given<float>(), a.v_scale = call.array(6).given<float>();
+  a.V = out.last_dim(), a.B = starts.size() - 1, a.M = call.array(9).dim(1);
+  a.q = q.data<void>(), a.k = call.array(1).data_or_null<void>(), a.v = call.array(2).data_or_null<void>(), a.wide = q.is_float32();
+  a.k_pages = k_pages.data<void>(), a.v_pages = call.array(4).data_or_null<void>();
+  a.k_scale = call.array(5).data_or_null<float>(), a.v_scale = call.array(6).data_or_null<float>();
   a.positions = call.array(7).data<int32_t>(), a.starts = starts.data<int32_t>();
   a.tables = call.array(9).data<int32_t>(), a.slots = call.array(10).data<int32_t>();
-  a.sinks = call.array(11).given<float>();
+  a.sinks = call.array(11).data_or_null<float>();
   int32_t window = call.attribute<int32_t>("window");
   a.scoring = {call.attribute<float>("scale"), call.attribute<float>("soft_cap"), int64_t{1} << 40};
   if (window > 0) a.scoring.window = window, a.scoring.chunked = call.attribute<int32_t>("chunked");
@@ -42,7 +42,7 @@ const char* paged_attention(const Call& call) {
       return "paged attention: starts_B1 is not a rising list from 0 to at most T";
   void* from[] = {a.k_pages, a.v_pages, a.k_scale, a.v_scale};
   int at = 0;
-  for (int64_t i = 1; i < call.results(); ++i, ++at) {
+  for (int64_t i = 1; i < call.num_results(); ++i, ++at) {
     while (at < 3 && !from[at]) ++at;
     if (call.result(i).data<void>() != from[at]) return "paged attention: the pages are not written where they lie";
   }

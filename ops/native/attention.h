@@ -295,7 +295,7 @@ class Worker {
         if (a.wide)
           std::copy_n(static_cast<const float*>(a.q) + from, a.H, line);
         else
-          for (int64_t h = 0; h < a.H; ++h) line[h] = widen(static_cast<const uint16_t*>(a.q)[from + h]);
+          for (int64_t h = 0; h < a.H; ++h) line[h] = bf16_to_float(static_cast<const uint16_t*>(a.q)[from + h]);
         rotate(line, a.H);
         std::fill_n(to, H, Query<X>{});
         for (int64_t h = 0; h < a.H; ++h) to[place_of<X>(h)] = convert<Query<X>>(line[h]);

@@ -108,11 +108,11 @@ To convert(From x) {
   if constexpr (std::is_same_v<To, From>)
     return x;
   else if constexpr (std::is_same_v<From, uint16_t>)
-    return widen(x);
+    return bf16_to_float(x);
   else if constexpr (std::is_same_v<To, uint16_t> && std::is_same_v<From, int8_t>)
     return upper(static_cast<float>(x));
   else if constexpr (std::is_same_v<To, uint16_t>)
-    return narrow(x);
+    return float_to_bf16(x);
   else
     return static_cast<To>(x);
 }
@@ -250,7 +250,7 @@ F dot(F sums, U words, const Query<X>* q) {
     std::memcpy(&pair, q, 4);
     return (F)_mm512_dpbf16_ps((__m512)sums, (__m512bh)words, (__m512bh)_mm512_set1_epi32(pair));
 #elif defined(QUIRE_BF16_PAIRS)
-    return dot_pair(sums, words, q);
+    return dot_bf16_pair(sums, words, q);
 #else
     sums += (F)(words << 16) * q[0];
     return sums + (F)(words & 0xffff0000u) * q[1];
@@ -364,7 +364,7 @@ inline void store_weights(uint16_t* row, int at, F weights) {
 #if defined(__AVX512BF16__)
   U16 rounded = (U16)_mm512_cvtneps_pbh((__m512)weights);
 #else
-  U16 rounded = narrow(weights);
+  U16 rounded = float_to_bf16(weights);
 #endif
   std::memcpy(row + at, &rounded, sizeof(rounded));
 }

@@ -1,5 +1,6 @@
-// A kernel's entry: the arrays and attributes that XLA passes, read through its C interface. With XLA's C++ headers each
-// kernel would take two to three seconds longer to compile, and kernels are compiled while somebody waits.
+// The entry of a kernel: arrays, attributes and thread pool that XLA passes, read through the C interface of its FFI.
+// XLA's C++ headers would add two to three seconds to the compilation of each kernel, which delays the start of a
+// server.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace quire {
 
-// Bytes of an element; 0 for types that no kernel takes: tokens, and those of less than a byte.
+// Bytes of an element; 0 for types that no kernel supports: tokens and sub-byte types.
 inline int64_t element_bytes(XLA_FFI_DataType type) {
   switch (type) {
     case XLA_FFI_DataType_PRED:
@@ -53,8 +54,8 @@ struct Types {
 
   constexpr Types(XLA_FFI_DataType type) : set(uint64_t{1} << type) {}
   constexpr explicit Types(uint64_t set) : set(set) {}
-  constexpr Types operator|(Types other) const { return Types(set | other.set); }
-  bool has(XLA_FFI_DataType type) const { return element_bytes(type) && (set >> type & 1); }
+  constexpr Types operator|(Types types) const { return Types(set | types.set); }
+  bool contains(XLA_FFI_DataType type) const { return element_bytes(type) && (set >> type & 1); }
 };
 
 namespace dtype {
@@ -64,7 +65,7 @@ constexpr auto PRED = XLA_FFI_DataType_PRED, F32 = XLA_FFI_DataType_F32, F16 = X
 constexpr Types ANY(~uint64_t{0}), FLOATS = Types(F32) | Types(BF16);
 }
 
-// XLA's own threads.
+// XLA's thread pool of a call.
 class Pool {
  public:
   explicit Pool(const XLA_FFI_CallFrame* frame) : api(frame->api), ctx(frame->ctx) {}
@@ -73,27 +74,30 @@ class Pool {
     int64_t threads = 0;
     XLA_FFI_ThreadPool_NumThreads_Args args{};
     args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
-    args.ctx = ctx, args.num_threads = &threads;
-    forget(api->XLA_FFI_ThreadPool_NumThreads(&args));
+    args.ctx = ctx;
+    args.num_threads = &threads;
+    consume_error(api->XLA_FFI_ThreadPool_NumThreads(&args));
     return threads;
   }
 
-  // Without a pool the caller does the work.
+  // Runs the task on the pool, or on the caller if there is no pool.
   template <typename Task>
   void Schedule(Task task) {
     XLA_FFI_ThreadPool_Schedule_Args args{};
     args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
-    args.ctx = ctx, args.data = new Task(std::move(task));
+    args.ctx = ctx;
+    args.data = new Task(std::move(task));
     args.task = [](void* data) {
-      Task* own = static_cast<Task*>(data);
-      (*own)();
-      delete own;
+      Task* task = static_cast<Task*>(data);
+      (*task)();
+      delete task;
     };
-    if (forget(api->XLA_FFI_ThreadPool_Schedule(&args))) args.task(args.data);
+    if (consume_error(api->XLA_FFI_ThreadPool_Schedule(&args))) args.task(args.data);
   }
 
  private:
-  bool forget(XLA_FFI_Error* error) const {
+  // Destroys the error, if any, and returns whether there was one.
+  bool consume_error(XLA_FFI_Error* error) const {
     if (!error) return false;
     XLA_FFI_Error_Destroy_Args args{};
     args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
@@ -109,74 +113,76 @@ class Pool {
 // An array in XLA's memory.
 class Buffer {
  public:
-  explicit Buffer(const void* from) : b(static_cast<const XLA_FFI_Buffer*>(from)), at(static_cast<char*>(b->data)) {}
+  explicit Buffer(const void* buffer)
+      : b(static_cast<const XLA_FFI_Buffer*>(buffer)), address(static_cast<char*>(b->data)) {}
 
   template <typename T>
   T* data() const {
-    return reinterpret_cast<T*>(at);
+    return reinterpret_cast<T*>(address);
   }
   template <typename T>
-  T* given() const {  // null where the array is empty
+  T* data_or_null() const {  // null if the array is empty
     return size() ? data<T>() : nullptr;
   }
   XLA_FFI_DataType type() const { return b->dtype; }
-  bool wide() const { return b->dtype == dtype::F32; }  // of FLOATS: not bfloat16
-  int64_t dim(int64_t axis) const { return b->dims[first + axis]; }
-  int64_t last() const { return b->dims[b->rank - 1]; }
+  bool is_float32() const { return b->dtype == dtype::F32; }  // else bfloat16, if it is one of FLOATS
+  int64_t dim(int64_t axis) const { return b->dims[first_axis + axis]; }
+  int64_t last_dim() const { return b->dims[b->rank - 1]; }
   int64_t size() const {
     int64_t n = 1;
-    for (int64_t axis = first; axis < b->rank; ++axis) n *= b->dims[axis];
+    for (int64_t axis = first_axis; axis < b->rank; ++axis) n *= b->dims[axis];
     return n;
   }
-  int64_t bytes() const { return size() * item(); }
+  int64_t bytes() const { return size() * element_size(); }
 
-  // The part at index `i` of the first axis.
-  Buffer part(int64_t i) const {
-    Buffer p = *this;
-    ++p.first;
-    p.at += i * p.size() * item();
-    return p;
+  // The array at index `i` of the first axis.
+  Buffer slice(int64_t i) const {
+    Buffer s = *this;
+    ++s.first_axis;
+    s.address += i * s.size() * element_size();
+    return s;
   }
 
  private:
-  int64_t item() const { return element_bytes(type()); }
+  int64_t element_size() const { return element_bytes(type()); }
 
   const XLA_FFI_Buffer* b;
-  char* at;
-  int64_t first = 0;  // the axes before it are those of what this is a part of
+  char* address;
+  int64_t first_axis = 0;  // the number of axes that `slice` removed
 };
 
-inline int64_t rows_in(Buffer x) { return x.size() / x.last(); }
+inline int64_t num_rows(Buffer x) { return x.size() / x.last_dim(); }
 
-// Rows up to the last that is not all zeros: a step's padding is zeros, whose products are known.
+// The number of rows without all-zero rows at the end: a step is padded with zeros, whose results are known.
 inline int64_t rows_used(Buffer x) {
-  int64_t T = rows_in(x), size = x.last() * (x.wide() ? 2 : 1);
-  auto empty = [&](int64_t row) {
-    const uint16_t* at = x.data<uint16_t>() + row * size;
-    uint16_t any = 0;
-    for (int64_t i = 0; i < size; ++i) any |= at[i];
-    return !any;
+  int64_t T = num_rows(x);
+  int64_t size = x.last_dim() * (x.is_float32() ? 2 : 1);  // of a row, in 16-bit words
+  auto is_zero = [&](int64_t row) {
+    const uint16_t* words = x.data<uint16_t>() + row * size;
+    uint16_t bits = 0;
+    for (int64_t i = 0; i < size; ++i) bits |= words[i];
+    return !bits;
   };
-  while (T > 0 && empty(T - 1)) --T;
+  while (T > 0 && is_zero(T - 1)) --T;
   return T;
 }
 
-// What a kernel takes: its arrays' types, its attributes by name, in alphabetical order, and the types of its results.
+// A kernel's signature: types of its arrays, names of its attributes in alphabetical order, and types of its results.
 struct Signature {
   std::initializer_list<Types> arrays;
   std::initializer_list<const char*> attributes;
   Types results = dtype::ANY;
 };
 
-// One call.
+// Arrays, attributes and results of one call.
 class Call {
  public:
   explicit Call(const XLA_FFI_CallFrame* frame) : frame(frame) {}
 
   Pool pool() const { return Pool(frame); }
-  int64_t arrays() const { return frame->args.size; }
+  int64_t num_arrays() const { return frame->args.size; }
   Buffer array(int64_t i) const { return Buffer(frame->args.args[i]); }
-  int64_t results() const { return frame->rets.size; }
+  int64_t num_results() const { return frame->rets.size; }
   Buffer result(int64_t i = 0) const { return Buffer(frame->rets.rets[i]); }
 
   template <typename T>
@@ -184,26 +190,28 @@ class Call {
     T value{};
     static_assert(sizeof(T) == 4);
     for (int64_t i = 0; i < frame->attrs.size; ++i)
-      if (named(i, name)) std::memcpy(&value, static_cast<XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value, 4);
+      if (has_name(i, name)) std::memcpy(&value, static_cast<XLA_FFI_Scalar*>(frame->attrs.attrs[i])->value, 4);
     return value;
   }
 
-  bool fits(const Signature& s) const {
+  bool matches(const Signature& s) const {
     const XLA_FFI_Args& args = frame->args;
     const XLA_FFI_Attrs& attrs = frame->attrs;
-    bool same = args.size == static_cast<int64_t>(s.arrays.size()) && frame->rets.size > 0 &&
+    bool is_match = args.size == static_cast<int64_t>(s.arrays.size()) && frame->rets.size > 0 &&
                 attrs.size == static_cast<int64_t>(s.attributes.size());
-    for (int64_t i = 0; same && i < args.size; ++i) same = s.arrays.begin()[i].has(array(i).type());
-    for (int64_t i = 0; same && i < results(); ++i) same = s.results.has(result(i).type());
-    for (int64_t i = 0; same && i < attrs.size; ++i) {
-      same = attrs.types[i] == XLA_FFI_AttrType_SCALAR && named(i, s.attributes.begin()[i]);
-      if (same) same = (Types(dtype::F32) | Types(dtype::S32)).has(static_cast<XLA_FFI_Scalar*>(attrs.attrs[i])->dtype);
+    for (int64_t i = 0; is_match && i < args.size; ++i) is_match = s.arrays.begin()[i].contains(array(i).type());
+    for (int64_t i = 0; is_match && i < num_results(); ++i) is_match = s.results.contains(result(i).type());
+    for (int64_t i = 0; is_match && i < attrs.size; ++i) {
+      is_match = attrs.types[i] == XLA_FFI_AttrType_SCALAR && has_name(i, s.attributes.begin()[i]);
+      if (is_match)
+        is_match =
+            (Types(dtype::F32) | Types(dtype::S32)).contains(static_cast<XLA_FFI_Scalar*>(attrs.attrs[i])->dtype);
     }
-    return same;
+    return is_match;
   }
 
  private:
-  bool named(int64_t i, const char* name) const {
+  bool has_name(int64_t i, const char* name) const {
     const XLA_FFI_ByteSpan& span = *frame->attrs.names[i];
     return span.len == std::strlen(name) && !std::memcmp(span.ptr, name, span.len);
   }
@@ -211,32 +219,34 @@ class Call {
   const XLA_FFI_CallFrame* frame;
 };
 
-inline XLA_FFI_Error* refuse(const XLA_FFI_CallFrame* frame, const char* message) {
+inline XLA_FFI_Error* create_error(const XLA_FFI_CallFrame* frame, const char* message) {
   XLA_FFI_Error_Create_Args args{};
   args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.message = message, args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  args.message = message;
+  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
-// Answers XLA, which first asks for the version of its interface. `run` returns an error's text, or null.
+// Handles a call of XLA, of which the first queries the version of the interface. `run` returns an error message or
+// null.
 template <typename Run>
 XLA_FFI_Error* enter(XLA_FFI_CallFrame* frame, const Signature& signature, const Run& run) {
   if (auto* extension = frame->extension_start; extension && extension->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata& about = *reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
-    about.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
-    about.traits = 0;
-    about.state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+    XLA_FFI_Metadata& metadata = *reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
+    metadata.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+    metadata.traits = 0;
+    metadata.state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
     return nullptr;
   }
   Call call(frame);
-  const char* wrong = frame->stage != XLA_FFI_ExecutionStage_EXECUTE ? "a kernel can only be executed"
-                      : call.fits(signature)                         ? run(call)
+  const char* error = frame->stage != XLA_FFI_ExecutionStage_EXECUTE ? "a kernel can only be executed"
+                      : call.matches(signature)                      ? run(call)
                                                                      : "a kernel is called with other arrays";
-  return wrong ? refuse(frame, wrong) : nullptr;
+  return error ? create_error(frame, error) : nullptr;
 }
 
-// The one symbol of a kernel's library.
-#define QUIRE_KERNEL(run, ...)                                                                                        \
+// Defines the entry symbol of a kernel's library.
+#define QUIRE_KERNEL(run, ...)                                                                                         \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* quire_kernel(XLA_FFI_CallFrame* frame) {            \
     return enter(frame, __VA_ARGS__, run);                                                                             \
   }

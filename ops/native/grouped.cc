@@ -1,21 +1,22 @@
-// The entries to the products of codes with a scale a group of inputs: -DFORMAT is a kernel's format, -DSCALE its scales.
+// Entries to the products with codes that have a scale per group of inputs. FORMAT is the format, CODES the element type of
+// its codes, SCALE the type of its scales and minimums.
 #include "rows.h"
 
 #if !defined(SCALE)
-#define SCALE Wide
+#define SCALE Float32Scale
 #endif
 
 namespace quire {
 namespace {
 
 const char* grouped(const Call& call) {
-  return grouped_products<FORMAT>(call, [](const Product& p, int64_t) {
-    using Each = SCALE::Each;
-    return Shared<SCALE>{SCALE(p.weight(2).data<Each>()), SCALE(p.weight(3).given<Each>())};
+  return run_grouped_products<FORMAT>(call, [](const ProductCall& p, int64_t) {
+    using Stored = SCALE::Stored;
+    return GroupParams<SCALE>{SCALE(p.weight(2).data<Stored>()), SCALE(p.weight(3).data_or_null<Stored>())};
   });
 }
 
-constexpr auto SCALES = std::is_same_v<SCALE, Wide> ? dtype::F32 : dtype::F16;
+constexpr auto SCALES = std::is_same_v<SCALE, Float32Scale> ? dtype::F32 : dtype::F16;
 
 }  // namespace
 

@@ -1,17 +1,20 @@
-// The entry to the products of int4 weights: -DFORMAT is a kernel's format.
+// Entry to the products with int4 weights, which may have zero points: FORMAT is the format.
 #include "rows.h"
 
 namespace quire {
 namespace {
 
 const char* int4(const Call& call) {
-  return grouped_products<FORMAT>(call, [](const Product& p, int64_t) {
-    return Shared<Float16>{Float16(p.weight(2).data<uint16_t>()), Float16(nullptr), p.weight(3).given<uint8_t>()};
+  return run_grouped_products<FORMAT>(call, [](const ProductCall& p, int64_t) {
+    return GroupParams<Float16Scale>{Float16Scale(p.weight(2).data<uint16_t>()), Float16Scale(nullptr),
+                                     p.weight(3).data_or_null<uint8_t>()};
   });
 }
 
 }  // namespace
 
-QUIRE_KERNEL(int4, {{dtype::FLOATS, dtype::U32, dtype::F16, dtype::U8, dtype::F32, dtype::S32}, {"activation"}, dtype::FLOATS})
+QUIRE_KERNEL(int4, {{dtype::FLOATS, dtype::U32, dtype::F16, dtype::U8, dtype::F32, dtype::S32},
+                    {"activation"},
+                    dtype::FLOATS})
 
 }  // namespace quire

@@ -1,15 +1,16 @@
-// The entries to the products of codes with scales in two levels: -DFORMAT is a kernel's format.
+// Entries to the products with codes that have two-level scales, such as GGUF's K-quants: FORMAT is the format.
 #include "rows.h"
 
 namespace quire {
 namespace {
 
 const char* levels(const Call& call) {
-  return grouped_products<FORMAT>(call, [](const Product& p, int64_t group) {
-    auto of = [&](int64_t i) {
-      return Levels{p.weight(i).given<int8_t>(), p.weight(i + 2).given<uint16_t>(), Levels::SUPER / group};
+  return run_grouped_products<FORMAT>(call, [](const ProductCall& p, int64_t group_size) {
+    auto scale = [&](int64_t i) {
+      return TwoLevelScale{p.weight(i).data_or_null<int8_t>(), p.weight(i + 2).data_or_null<uint16_t>(),
+                           TwoLevelScale::SUPER_BLOCK / group_size};
     };
-    return Shared<Levels>{of(2), of(3)};
+    return GroupParams<TwoLevelScale>{scale(2), scale(3)};
   });
 }
 

@@ -1,4 +1,5 @@
-// Weight products: rows and blocks of a weight spread over threads, and results made from their sums.
+// Products y = x W of rows with a weight: partition into panels and chunks of rows that threads share, register tiles,
+// AMX tiles, and the epilogue (bias, activation, conversion). formats.h has the inner loops.
 #pragma once
 
 #include <vector>
@@ -16,103 +17,118 @@ inline f32x16 activate(f32x16 x, int activation) {
   return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
-// Where results go: [T, O] in either type, with a bias or none; with an activation, gate and up in, one of them out.
-struct Out {
+// The output [T, O] of a product, and its epilogue. With an activation, the weight has gate and up blocks, and the
+// output is activate(gate) * up.
+struct Output {
   void* y;
-  bool wide;  // float32
-  const float* bias;
-  int64_t O;       // outputs that are written
-  int64_t blocks;  // of sixteen; under an activation those of the gate, and as many of the up part follow them
+  bool is_float32;     // else bfloat16
+  const float* bias;   // or null
+  int64_t O;
+  int64_t num_blocks;  // of sixteen outputs; with an activation only of the gate, which as many up blocks follow
   int activation;
 
-  void write(int64_t row, int64_t block, f32x16 value) const {
-    Place{y, wide}.put(row * O + block * LANES, std::min<int64_t>(LANES, O - block * LANES), value);
+  void write(int64_t row, int64_t block, f32x16 values) const {
+    OutputRow{y, is_float32}.store_at(row * O + block * LANES, std::min<int64_t>(LANES, O - block * LANES), values);
   }
 
-  // The results of rows of zeros: the first, and copies of it.
-  void fill(int64_t row, int64_t stop) const {
+  // Writes the results of all-zero rows: zeros, or copies of the bias.
+  void fill_zero_rows(int64_t row, int64_t stop) const {
     if (row >= stop) return;
-    int64_t bytes = O * (wide ? 4 : 2);
+    int64_t bytes = O * (is_float32 ? 4 : 2);
     char* first = static_cast<char*>(y) + row * bytes;
     if (!bias) {
       std::memset(first, 0, (stop - row) * bytes);
       return;
     }
-    for (int64_t block = 0; block < blocks; ++block) write(row, block, load(bias + block * LANES));
-    for (int64_t other = 1; other < stop - row; ++other) std::memcpy(first + other * bytes, first, bytes);
+    for (int64_t block = 0; block < num_blocks; ++block) write(row, block, load(bias + block * LANES));
+    for (int64_t i = 1; i < stop - row; ++i) std::memcpy(first + i * bytes, first, bytes);
   }
 };
 
+// Computes R rows of N blocks, of which the first `num_outputs` are written.
 template <int R, int N, typename Format>
-void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const Panel& panel, int used,
-             const Out& out) {
-  constexpr int EACH = R > ROWS ? BLOCKS / 2 : N;  // blocks at once: more rows leave registers for fewer
+void multiply_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const Panel& panel,
+                   int num_outputs, const Output& out) {
+  constexpr int TILE_N = R > TILE_ROWS ? TILE_BLOCKS / 2 : N;  // blocks of a register tile
   f32x16 sums[R][N];
-  for (int first = 0; first < N; first += EACH) {
-    Panel some{};
-    for (int n = 0; n < EACH; ++n) some.block[n] = panel.block[first + n], some.then[n] = panel.then[first + n];
-    if (panel.wide) some.wide = panel.wide + first * K * LANES;
-    F parts[R][EACH][H];
-    if (Format::WIDENS && panel.wide)
-      f.template run<R, EACH, Format::WIDENS>(x, row, K, some, parts);
+  for (int first = 0; first < N; first += TILE_N) {
+    Panel tile_panel{};
+    for (int n = 0; n < TILE_N; ++n) {
+      tile_panel.block[n] = panel.block[first + n];
+      tile_panel.prefetch_distance[n] = panel.prefetch_distance[first + n];
+    }
+    if (panel.dequantised) tile_panel.dequantised = panel.dequantised + first * K * LANES;
+    F tile[R][TILE_N][H];
+    if (Format::DEQUANTISES && panel.dequantised)
+      f.template multiply_tile<R, TILE_N, Format::DEQUANTISES>(x, row, K, tile_panel, tile);
     else
-      f.template run<R, EACH, false>(x, row, K, some, parts);
-    for (int n = 0; n < EACH; ++n)
+      f.template multiply_tile<R, TILE_N, false>(x, row, K, tile_panel, tile);
+    for (int n = 0; n < TILE_N; ++n)
       for (int r = 0; r < R; ++r) {
-        UNROLL for (int h = 0; h < H; ++h) sums[r][first + n].part[h] = parts[r][n][h];
+        UNROLL for (int h = 0; h < H; ++h) sums[r][first + n].vector[h] = tile[r][n][h];
         sums[r][first + n] = f.finish(sums[r][first + n], panel.block[first + n], row + r);
       }
   }
-  asm volatile("" ::"r"(sums) : "memory");  // so that no scale and bias become one rounding, for some R and not for others
+  // Prevents fusing scale and bias into an FMA, which the compiler would do for some R only.
+  asm volatile("" ::"r"(sums) : "memory");
   if (out.bias)
     for (int n = 0; n < N; ++n)
       for (int r = 0; r < R; ++r) sums[r][n] += load(out.bias + panel.block[n] * LANES);
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < used; ++n)
+    for (int n = 0; n < num_outputs; ++n)
       out.write(row + r, panel.block[n],
                 out.activation ? activate(sums[r][n], out.activation) * sums[r][N / 2 + n] : sums[r][n]);
 }
 
-template <typename Format, int R = Format::MOST>
-void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const Panel& panel,
-              int used, const Out& out) {
-  if constexpr (R <= ROWS)
-    if (rows >= R && (R <= Format::FULL || panel.wide)) return rows_of<R, BLOCKS>(f, x, row, K, panel, used, out);
-  if constexpr (R > Format::FULL)
-    if (rows >= R) {
-      // Two blocks of outputs, or one of the gate and its part of up; one call, or the compiler makes a copy for each. Floats
-      // that were made of weights lie as the panel's blocks do: only panels of two get here with some.
-      const int step = out.activation ? 1 : 2, other = out.activation ? BLOCKS / 2 : 1;
-      for (int n = 0; n < used; n += step) {
-        Panel pair{{panel.block[n], panel.block[n + other]}, {panel.then[n], panel.then[n + other]}, panel.wide};
-        rows_of<R, 2>(f, x, row, K, pair, std::min(step, used - n), out);
+// Calls multiply_rows for `num_rows` rows, at most R. More rows than FULL_ROWS are multiplied with two blocks at a
+// time.
+template <typename Format, int R = Format::MAX_ROWS>
+void dispatch_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t num_rows, int64_t K,
+                   const Panel& panel, int num_outputs, const Output& out) {
+  if constexpr (R <= TILE_ROWS)
+    if (num_rows >= R && (R <= Format::FULL_ROWS || panel.dequantised))
+      return multiply_rows<R, TILE_BLOCKS>(f, x, row, K, panel, num_outputs, out);
+  if constexpr (R > Format::FULL_ROWS)
+    if (num_rows >= R) {
+      // Two output blocks, or a gate block and its up block. One call serves both cases, since the compiler would
+      // inline a copy for each. `dequantised` has the order of the panel's blocks: it is set only if the panel has two
+      // blocks.
+      const int step = out.activation ? 1 : 2;
+      const int second = out.activation ? TILE_BLOCKS / 2 : 1;
+      for (int n = 0; n < num_outputs; n += step) {
+        Panel pair{{panel.block[n], panel.block[n + second]},
+                   {panel.prefetch_distance[n], panel.prefetch_distance[n + second]},
+                   panel.dequantised};
+        multiply_rows<R, 2>(f, x, row, K, pair, std::min(step, num_outputs - n), out);
       }
       return;
     }
-  if constexpr (R > 1) any_rows<Format, R - 1>(f, x, row, rows, K, panel, used, out);
+  if constexpr (R > 1) dispatch_rows<Format, R - 1>(f, x, row, num_rows, K, panel, num_outputs, out);
 }
 
-// How many rows a thread takes at a time: as many as its second-level cache holds beside the weights.
-inline int64_t rows_a_tile(int64_t row_bytes) { return std::max<int64_t>(4, (256 << 10) / row_bytes / MANY) * MANY; }
+// Rows of a chunk of work: as many as fit into 256 KiB, to leave room for weights in the second-level cache.
+inline int64_t rows_per_chunk(int64_t row_bytes) {
+  return std::max<int64_t>(4, (256 << 10) / row_bytes / MAX_TILE_ROWS) * MAX_TILE_ROWS;
+}
 
-// The weights of a product that is no longer than the reading of them.
+// The weight's memory if the product is bound by reading it, for prefetching between products; else empty.
 template <typename Format>
-Span weights_of(const Format& f, int64_t T, int64_t K, const Out& out) {
-  if (T > 2 * MANY) return {};
-  int64_t blocks = out.blocks * (out.activation ? 2 : 1);
-  return {reinterpret_cast<const char*>(f.w), blocks * LANES * K * Format::BITS / 8};
+Span prefetchable_weight(const Format& f, int64_t T, int64_t K, const Output& out) {
+  if (T > 2 * MAX_TILE_ROWS) return {};
+  int64_t num_blocks = out.num_blocks * (out.activation ? 2 : 1);
+  return {reinterpret_cast<const char*>(f.w), num_blocks * LANES * K * Format::BITS / 8};
 }
 
 #if defined(QUIRE_AMX)
 
-// One step of the sums over 64 bytes of inputs, for M tiles of rows and two blocks.
-template <int M, bool BYTES>
-void tile_step(const uint8_t* x, int64_t stride, const uint8_t* w0, const uint8_t* w1) {
+// Adds the products of 64 bytes of inputs, for M tiles of sixteen rows and two blocks.
+template <int M, bool IS_INT8>
+void amx_step(const uint8_t* x, int64_t stride, const uint8_t* w0, const uint8_t* w1) {
   amx::load<4>(x, stride);
   if constexpr (M == 2) amx::load<5>(x + 16 * stride, stride);
   amx::load<6>(w0, 64);
   amx::load<7>(w1, 64);
-  if constexpr (BYTES) {
+  if constexpr (IS_INT8) {
     amx::dot_int8<0, 4, 6>();
     amx::dot_int8<1, 4, 7>();
     if constexpr (M == 2) {
@@ -129,13 +145,14 @@ void tile_step(const uint8_t* x, int64_t stride, const uint8_t* w0, const uint8_
   }
 }
 
-// The sums of up to 32 rows and two blocks, as floats; the tiles are configured for so many rows.
+// Sums of up to 16 * M rows and two blocks, as floats or the bits of int32. The tiles must be configured.
 template <int M, typename Format>
-void tile_sums(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const int64_t* block,
-               float (*sums)[2][LANES]) {
-  constexpr bool BYTES = sizeof(*f.w) == 1;
-  int64_t stride = K * sizeof(*x), row_bytes = K * LANES * sizeof(*f.w);
-  auto* from = reinterpret_cast<const uint8_t*>(x + row * K);
+void amx_sums(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const int64_t* block,
+              float (*sums)[2][LANES]) {
+  constexpr bool IS_INT8 = sizeof(*f.w) == 1;
+  int64_t row_bytes = K * sizeof(*x);
+  int64_t block_bytes = K * LANES * sizeof(*f.w);
+  auto* x_bytes = reinterpret_cast<const uint8_t*>(x + row * K);
   auto* w = reinterpret_cast<const uint8_t*>(f.w);
   amx::zero<0>();
   amx::zero<1>();
@@ -143,8 +160,9 @@ void tile_sums(const Format& f, const typename Format::X* x, int64_t row, int64_
     amx::zero<2>();
     amx::zero<3>();
   }
-  for (int64_t at = 0; at < stride; at += 64)
-    tile_step<M, BYTES>(from + at, stride, w + block[0] * row_bytes + at * LANES, w + block[1] * row_bytes + at * LANES);
+  for (int64_t offset = 0; offset < row_bytes; offset += 64)
+    amx_step<M, IS_INT8>(x_bytes + offset, row_bytes, w + block[0] * block_bytes + offset * LANES,
+                         w + block[1] * block_bytes + offset * LANES);
   amx::store<0>(sums[0][0], sizeof(*sums));
   amx::store<1>(sums[0][1], sizeof(*sums));
   if constexpr (M == 2) {
@@ -153,116 +171,128 @@ void tile_sums(const Format& f, const typename Format::X* x, int64_t row, int64_
   }
 }
 
+// Computes up to 32 rows of two blocks: two output blocks, or a gate block and its up block.
 template <typename Format>
-void tile_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t rows, int64_t K, const int64_t* block,
-               int used, const Out& out) {
+void amx_multiply_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t num_rows, int64_t K,
+                       const int64_t* block, int num_outputs, const Output& out) {
   alignas(64) float sums[32][2][LANES];
-  amx::start(amx::config(std::min<int64_t>(rows, 16), std::max<int64_t>(rows - 16, 1)));
-  if (rows > 16)
-    tile_sums<2>(f, x, row, K, block, sums);
+  amx::start(amx::config(std::min<int64_t>(num_rows, 16), std::max<int64_t>(num_rows - 16, 1)));
+  if (num_rows > 16)
+    amx_sums<2>(f, x, row, K, block, sums);
   else
-    tile_sums<1>(f, x, row, K, block, sums);
-  for (int64_t r = 0; r < rows; ++r) {
-    f32x16 value[2];
+    amx_sums<1>(f, x, row, K, block, sums);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    f32x16 values[2];
     for (int n = 0; n < 2; ++n) {
-      value[n] = f.finish(load(sums[r][n]), block[n], row + r);
-      if (out.bias) value[n] += load(out.bias + block[n] * LANES);
+      values[n] = f.finish(load(sums[r][n]), block[n], row + r);
+      if (out.bias) values[n] += load(out.bias + block[n] * LANES);
     }
-    for (int n = 0; n < used; ++n)
-      out.write(row + r, block[n], out.activation ? activate(value[n], out.activation) * value[1] : value[n]);
+    for (int n = 0; n < num_outputs; ++n)
+      out.write(row + r, block[n], out.activation ? activate(values[n], out.activation) * values[1] : values[n]);
   }
 }
 
 template <typename Pool, typename Format>
-void tile_product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K,
-                  const Out& out) {
-  const int width = out.activation ? 1 : 2;
-  int64_t panels = (out.blocks + width - 1) / width;
-  int64_t tile = std::max<int64_t>(1, (256 << 10) / (K * sizeof(*x)) / 32) * 32, tiles = (T + tile - 1) / tile;
-  parallel(pool, panels * tiles, [&](int64_t chunk) {
-    int64_t first = chunk / tiles * width, start = chunk % tiles * tile, stop = std::min(T, start + tile);
-    int used = static_cast<int>(std::min<int64_t>(width, out.blocks - first));
-    int64_t block[2] = {first, out.activation ? out.blocks + first : first + used - 1};
+void amx_product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Output& out) {
+  const int width = out.activation ? 1 : 2;  // output blocks of a panel
+  int64_t num_panels = (out.num_blocks + width - 1) / width;
+  int64_t chunk_rows = std::max<int64_t>(1, (256 << 10) / (K * sizeof(*x)) / 32) * 32;
+  int64_t row_chunks = (T + chunk_rows - 1) / chunk_rows;
+  parallel(pool, num_panels * row_chunks, [&](int64_t chunk) {
+    int64_t first_block = chunk / row_chunks * width;
+    int64_t start = chunk % row_chunks * chunk_rows;
+    int64_t stop = std::min(T, start + chunk_rows);
+    int num_outputs = static_cast<int>(std::min<int64_t>(width, out.num_blocks - first_block));
+    int64_t block[2] = {first_block, out.activation ? out.num_blocks + first_block : first_block + num_outputs - 1};
     for (int64_t row = start; row < stop; row += 32)
-      tile_rows(f, x, row, std::min<int64_t>(32, stop - row), K, block, used, out);
+      amx_multiply_rows(f, x, row, std::min<int64_t>(32, stop - row), K, block, num_outputs, out);
     amx::stop();
-  }, weights_of(f, T, K, out));
+  }, prefetchable_weight(f, T, K, out));
 }
 
 #endif
 
-// The rows as `run` wants them: those that are taken together interleaved.
+// Interleaves the rows of each register tile of up to `tile_rows` rows, in the order that `multiply_tile` reads.
 template <typename Format, typename Pool>
 std::vector<typename Format::X> interleave(Pool& pool, const typename Format::X* x, int64_t T, int64_t K,
-                                           int64_t most) {
-  constexpr int64_t GROUP = Format::GROUP;
-  std::vector<typename Format::X> mixed(T * K);
-  int64_t blocks = (T + most - 1) / most, together = std::max<int64_t>(1, (64 << 10) / (most * K));
-  parallel(pool, (blocks + together - 1) / together, [&](int64_t chunk) {
-    for (int64_t row = chunk * together * most; row < std::min(T, (chunk + 1) * together * most); row += most) {
-      int64_t rows = std::min(most, T - row);
-      for (int64_t r = 0; r < rows; ++r) {
-        const typename Format::X* from = x + (row + r) * K;
-        typename Format::X* to = mixed.data() + row * K + r * GROUP;
-        for (int64_t k = 0; k < K; k += GROUP) std::memcpy(to + k * rows, from + k, GROUP * sizeof(*x));
+                                           int64_t tile_rows) {
+  constexpr int64_t GROUP = Format::ROW_GROUP;
+  std::vector<typename Format::X> interleaved(T * K);
+  int64_t num_tiles = (T + tile_rows - 1) / tile_rows;
+  int64_t chunk_tiles = std::max<int64_t>(1, (64 << 10) / (tile_rows * K));
+  parallel(pool, (num_tiles + chunk_tiles - 1) / chunk_tiles, [&](int64_t chunk) {
+    int64_t row = chunk * chunk_tiles * tile_rows;
+    for (; row < std::min(T, (chunk + 1) * chunk_tiles * tile_rows); row += tile_rows) {
+      int64_t num_rows = std::min(tile_rows, T - row);
+      for (int64_t r = 0; r < num_rows; ++r) {
+        const typename Format::X* source = x + (row + r) * K;
+        typename Format::X* target = interleaved.data() + row * K + r * GROUP;
+        for (int64_t k = 0; k < K; k += GROUP) std::memcpy(target + k * num_rows, source + k, GROUP * sizeof(*x));
       }
     }
   });
-  return mixed;
+  return interleaved;
 }
 
-// Where a panel's weights lie as floats, until this thread asks again.
+// Dequantises the weights of a panel into a buffer of this thread, which the next call overwrites.
 template <typename Format>
-const float* widened(const Format& f, const Panel& panel, int64_t K) {
-  static thread_local std::vector<float> room;
-  room.resize(BLOCKS * K * LANES);
-  for (int n = 0; n < BLOCKS; ++n) widen_block(f, panel.block[n], K, room.data() + n * K * LANES);
-  return room.data();
+const float* dequantise_panel(const Format& f, const Panel& panel, int64_t K) {
+  static thread_local std::vector<float> buffer;
+  buffer.resize(TILE_BLOCKS * K * LANES);
+  for (int n = 0; n < TILE_BLOCKS; ++n) dequantise_block(f, panel.block[n], K, buffer.data() + n * K * LANES);
+  return buffer.data();
 }
 
-// For more rows than this it pays to make floats of the weights first.
-constexpr int64_t OFTEN = FEW_REGISTERS ? 2 * ROWS : 2 * MANY;
+// With more rows than this it is faster to dequantise a panel first.
+constexpr int64_t DEQUANTISE_ABOVE_ROWS = HAS_FEW_REGISTERS ? 2 * TILE_ROWS : 2 * MAX_TILE_ROWS;
 
 template <typename Pool, typename Format>
-void vector_product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
-  const int width = out.activation ? BLOCKS / 2 : BLOCKS;
-  const int64_t most = FEW_REGISTERS || T <= 2 * MANY ? Format::MOST : ROWS;
-  std::vector<typename Format::X> mixed;
+void vector_product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K,
+                    const Output& out) {
+  const int width = out.activation ? TILE_BLOCKS / 2 : TILE_BLOCKS;  // output blocks of a panel
+  const int64_t tile_rows = HAS_FEW_REGISTERS || T <= 2 * MAX_TILE_ROWS ? Format::MAX_ROWS : TILE_ROWS;
+  std::vector<typename Format::X> interleaved;
   if (T > 1) {
-    mixed = interleave<Format>(pool, x, T, K, most);
-    x = mixed.data();
+    interleaved = interleave<Format>(pool, x, T, K, tile_rows);
+    x = interleaved.data();
   }
-  int64_t panels = (out.blocks + width - 1) / width, tile = rows_a_tile(K * sizeof(*x));
-  int64_t tiles = (T + tile - 1) / tile;
-  parallel(pool, panels * tiles, [&](int64_t chunk, int64_t upcoming) {
-    int64_t first = chunk / tiles * width, start = chunk % tiles * tile, stop = std::min(T, start + tile);
-    int used = static_cast<int>(std::min<int64_t>(width, out.blocks - first));
-    Panel panel{};  // one that runs over the end does its last block more than once
-    for (int n = 0; n < width; ++n) panel.block[n] = first + std::min(n, used - 1);
+  int64_t num_panels = (out.num_blocks + width - 1) / width;
+  int64_t chunk_rows = rows_per_chunk(K * sizeof(*x));
+  int64_t row_chunks = (T + chunk_rows - 1) / chunk_rows;
+  parallel(pool, num_panels * row_chunks, [&](int64_t chunk, int64_t next_chunk) {
+    int64_t first_block = chunk / row_chunks * width;
+    int64_t start = chunk % row_chunks * chunk_rows;
+    int64_t stop = std::min(T, start + chunk_rows);
+    int num_outputs = static_cast<int>(std::min<int64_t>(width, out.num_blocks - first_block));
+    Panel panel{};  // the last panel repeats its last block
+    for (int n = 0; n < width; ++n) panel.block[n] = first_block + std::min(n, num_outputs - 1);
     if (out.activation)
-      for (int n = 0; n < width; ++n) panel.block[width + n] = out.blocks + panel.block[n];
-    if constexpr (Format::WIDENS)
-      if (stop - start > OFTEN) panel.wide = widened(f, panel, K);
-    // While rows meet these weights those of the next chunk come from memory, its blocks in turn over the rows: where few
-    // rows meet them, for a thread's chunks are too short for the processor to foresee; where rows take two goes, for
-    // memory would rest during the second.
-    bool beside = T <= ROWS || FEW_REGISTERS || (T > most && T <= 2 * most);
-    int64_t further = beside && upcoming < panels * tiles ? (upcoming / tiles - chunk / tiles) * width : 0;
-    for (int64_t row = start; row < stop; row += most) {
-      for (int n = 0; n < BLOCKS; ++n) {
-        int64_t turn = start + (stop - start) * n / BLOCKS;
-        panel.then[n] = row <= turn && turn < row + most ? further : 0;
+      for (int n = 0; n < width; ++n) panel.block[width + n] = out.num_blocks + panel.block[n];
+    if constexpr (Format::DEQUANTISES)
+      if (stop - start > DEQUANTISE_ABOVE_ROWS) panel.dequantised = dequantise_panel(f, panel, K);
+    // The weights of the thread's next chunk are prefetched, its blocks in turn over the rows, in two cases: with few
+    // rows, where chunks are too short for the hardware prefetcher, and with two tiles of rows, where memory would idle
+    // during the second.
+    bool prefetches = T <= TILE_ROWS || HAS_FEW_REGISTERS || (T > tile_rows && T <= 2 * tile_rows);
+    int64_t distance = prefetches && next_chunk < num_panels * row_chunks
+                           ? (next_chunk / row_chunks - chunk / row_chunks) * width
+                           : 0;
+    for (int64_t row = start; row < stop; row += tile_rows) {
+      for (int n = 0; n < TILE_BLOCKS; ++n) {
+        int64_t prefetch_row = start + (stop - start) * n / TILE_BLOCKS;
+        panel.prefetch_distance[n] = row <= prefetch_row && prefetch_row < row + tile_rows ? distance : 0;
       }
-      any_rows(f, x, row, std::min(most, stop - row), K, panel, used, out);
+      dispatch_rows(f, x, row, std::min(tile_rows, stop - row), K, panel, num_outputs, out);
     }
-  }, weights_of(f, T, K, out));
+  }, prefetchable_weight(f, T, K, out));
 }
 
+// Computes `out` from T rows of K values: int8 or bfloat16 on AMX if possible, else by vectors.
 template <typename Pool, typename Format>
-void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
+void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Output& out) {
 #if defined(QUIRE_AMX)
-  if constexpr (Format::TILES)
-    tile_product(pool, f, x, T, K, out);
+  if constexpr (Format::SUPPORTS_AMX)
+    amx_product(pool, f, x, T, K, out);
   else
 #endif
     vector_product(pool, f, x, T, K, out);

@@ -1,12 +1,12 @@
-// The entry to the products of MXFP4 weights: -DFORMAT is a kernel's format.
+// Entry to the products with MXFP4 weights: FORMAT is the format.
 #include "rows.h"
 
 namespace quire {
 namespace {
 
 const char* mxfp4(const Call& call) {
-  return grouped_products<FORMAT>(call, [](const Product& p, int64_t) {
-    return Shared<Exponent>{Exponent(p.weight(2).data<uint8_t>()), Exponent(nullptr)};
+  return run_grouped_products<FORMAT>(call, [](const ProductCall& p, int64_t) {
+    return GroupParams<E8m0Scale>{E8m0Scale(p.weight(2).data<uint8_t>()), E8m0Scale(nullptr)};
   });
 }
 

@@ -1,80 +1,81 @@
-// Norms of a row, as `quire.ops.norm` defines them. Sums are over sixteen numbers at a time, and then over those halves by
-// halves: in the same order in any company.
+// Normalisation of a row, as `quire.ops.norm` defines it. Sums add sixteen lanes at a time and then fold them by
+// halves, always in this order: batch-invariant.
 #pragma once
 
 #include "row.h"
 
 namespace quire {
 
-// Calls take(k, lanes) for every sixteen of `size` numbers, where `lanes` is a constant, and for those that are left over.
-template <typename Take>
-void sixteens(int64_t size, const Take& take) {
+// Calls run(k, count) for every sixteen of `size` values, with a compile-time count, and for the remainder.
+template <typename Run>
+void for_each_16(int64_t size, const Run& run) {
   int64_t k = 0;
-  for (; k + LANES <= size; k += LANES) take(k, std::integral_constant<int64_t, LANES>());
-  if (k < size) take(k, size - k);
+  for (; k + LANES <= size; k += LANES) run(k, std::integral_constant<int64_t, LANES>());
+  if (k < size) run(k, size - k);
 }
 
-// Up to sixteen numbers, zeros after them; and their way back.
-template <typename Lanes>
-f32x16 get(const float* x, Lanes lanes) {
-  if (lanes == LANES) return load(x);
-  float part[LANES] = {};
-  std::memcpy(part, x, lanes * sizeof(float));
-  return load(part);
+// Loads `count` of sixteen values; the others are zeros.
+template <typename Count>
+f32x16 load_partial(const float* x, Count count) {
+  if (count == LANES) return load(x);
+  float values[LANES] = {};
+  std::memcpy(values, x, count * sizeof(float));
+  return load(values);
 }
-template <typename Lanes>
-f32x16 get(Row row, int64_t k, Lanes lanes) {
-  if (lanes == LANES) return row.sixteen(k);
-  float part[LANES] = {};
-  for (int64_t i = 0; i < lanes; ++i) part[i] = row.one(k + i);
-  return load(part);
+template <typename Count>
+f32x16 load_partial(Row row, int64_t k, Count count) {
+  if (count == LANES) return row.load16(k);
+  float values[LANES] = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = row.load_one(k + i);
+  return load(values);
 }
-template <typename Lanes>
-void put(float* x, Lanes lanes, f32x16 all) {
-  if (lanes == LANES) return store(x, all);
-  float part[LANES];
-  store(part, all);
-  std::memcpy(x, part, lanes * sizeof(float));
-}
-
-inline void read(Row from, int64_t size, float* to) {
-  sixteens(size, [&](int64_t k, auto lanes) { put(to + k, lanes, get(from, k, lanes)); });
-}
-inline void write(const float* from, int64_t size, Place to) {
-  sixteens(size, [&](int64_t k, auto lanes) { to.put(k, lanes, get(from + k, lanes)); });
+// Stores the first `count` of sixteen values.
+template <typename Count>
+void store_partial(float* x, Count count, f32x16 values) {
+  if (count == LANES) return store(x, values);
+  float array[LANES];
+  store(array, values);
+  std::memcpy(x, array, count * sizeof(float));
 }
 
-inline float add_up(f32x16 x) {
-  float part[LANES];
-  store(part, x);
+inline void read_row(Row row, int64_t size, float* out) {
+  for_each_16(size, [&](int64_t k, auto count) { store_partial(out + k, count, load_partial(row, k, count)); });
+}
+inline void write_row(const float* x, int64_t size, OutputRow row) {
+  for_each_16(size, [&](int64_t k, auto count) { row.store_at(k, count, load_partial(x + k, count)); });
+}
+
+inline float sum_lanes(f32x16 x) {
+  float array[LANES];
+  store(array, x);
   for (int n = LANES / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) part[i] += part[i + n];
-  return part[0];
+    for (int i = 0; i < n; ++i) array[i] += array[i + n];
+  return array[0];
 }
 
-// A norm's weights, each null where it has none; `centred` norms take the mean off first.
+// RMS norm, or layer norm where `centred`. Scale and bias are null if there are none.
 struct Norm {
   Row scale{}, bias{};
-  bool centred = false;
+  bool centred = false;  // whether the mean is subtracted first
   float eps = 0;
 
-  // Of `size` numbers, in place.
+  // Normalises `size` values in place.
   void apply(float* x, int64_t size) const {
-    auto mean = [&](const auto& of) {
+    auto mean_of = [&](const auto& term) {
       f32x16 sum{};
-      sixteens(size, [&](int64_t k, auto lanes) { sum += of(get(x + k, lanes)); });
-      return add_up(sum) / static_cast<float>(size);
+      for_each_16(size, [&](int64_t k, auto count) { sum += term(load_partial(x + k, count)); });
+      return sum_lanes(sum) / static_cast<float>(size);
     };
     if (centred) {
-      float middle = mean([](f32x16 part) { return part; });
-      sixteens(size, [&](int64_t k, auto lanes) { put(x + k, lanes, get(x + k, lanes) - middle); });
+      float mean = mean_of([](f32x16 values) { return values; });
+      for_each_16(size, [&](int64_t k, auto count) { store_partial(x + k, count, load_partial(x + k, count) - mean); });
     }
-    float inverse = 1.0f / std::sqrt(mean([](f32x16 part) { return part * part; }) + eps);
-    sixteens(size, [&](int64_t k, auto lanes) {
-      f32x16 part = get(x + k, lanes) * inverse;
-      if (scale.at) part *= get(scale, k, lanes);
-      if (bias.at) part += get(bias, k, lanes);
-      put(x + k, lanes, part);
+    float inverse = 1.0f / std::sqrt(mean_of([](f32x16 values) { return values * values; }) + eps);
+    for_each_16(size, [&](int64_t k, auto count) {
+      f32x16 values = load_partial(x + k, count) * inverse;
+      if (scale.data) values *= load_partial(scale, k, count);
+      if (bias.data) values += load_partial(bias, k, count);
+      store_partial(x + k, count, values);
     });
   }
 };

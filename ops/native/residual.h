@@ -1,4 +1,4 @@
-// The sum of a row and of what a block gave, or of its norm, and the norm of the sum.
+// Residual connection: adds a block's output, perhaps after a norm, to the residual, and normalises the sum.
 #pragma once
 
 #include <vector>
@@ -9,32 +9,35 @@ namespace quire {
 
 struct Residual {
   int64_t D;
-  bool wide;  // whether rows are float32, or bfloat16
-  const char *x, *y;  // y: null where nothing is added
-  Norm added, own;
-  bool normed;  // whether what is added is the norm of y
-  char *sum, *norm;
+  bool is_float32;       // type of all rows; else bfloat16
+  const char *x, *y;     // residual and block output [T, D]; y is null if nothing is added
+  Norm y_norm;           // of y, where `norms_y`
+  Norm sum_norm;
+  bool norms_y;
+  char *sum, *norm;      // results [T, D]: x + y and its norm
 
-  // Rows of zeros at the end give zeros, unless a bias ends that.
-  bool keeps_zeros() const { return !own.bias.at && !added.bias.at; }
+  // Whether all-zero rows give all-zero results.
+  bool keeps_zeros() const { return !sum_norm.bias.data && !y_norm.bias.data; }
 
-  void row(int64_t number) const {
-    static thread_local std::vector<float> room;
-    room.resize(D);
-    float* at = room.data();
-    int64_t offset = number * D * (wide ? 4 : 2);
-    Row kept{x + offset, wide};
+  void process_row(int64_t row) const {
+    static thread_local std::vector<float> buffer;
+    buffer.resize(D);
+    float* values = buffer.data();
+    int64_t offset = row * D * (is_float32 ? 4 : 2);
+    Row norm_input{x + offset, is_float32};
     if (y) {
-      Row from = kept;
-      Place to{sum + offset, wide};
-      read({y + offset, wide}, D, at);
-      if (normed) added.apply(at, D);
-      sixteens(D, [&](int64_t k, auto lanes) { to.put(k, lanes, get(from, k, lanes) + get(at + k, lanes)); });
-      kept = {to.at, wide};  // it is the norm of the sum as it is kept
+      Row residual = norm_input;
+      OutputRow sum_row{sum + offset, is_float32};
+      read_row({y + offset, is_float32}, D, values);
+      if (norms_y) y_norm.apply(values, D);
+      for_each_16(D, [&](int64_t k, auto count) {
+        sum_row.store_at(k, count, load_partial(residual, k, count) + load_partial(values + k, count));
+      });
+      norm_input = {sum_row.data, is_float32};  // the sum after rounding
     }
-    read(kept, D, at);
-    own.apply(at, D);
-    write(at, D, {norm + offset, wide});
+    read_row(norm_input, D, values);
+    sum_norm.apply(values, D);
+    write_row(values, D, {norm + offset, is_float32});
   }
 };
 

@@ -1,4 +1,4 @@
-// Rows of bfloat16 or float32.
+// Rows of bfloat16 or float32 values: reading, writing and quantising them.
 #pragma once
 
 #include <cmath>
@@ -10,110 +10,112 @@
 
 namespace quire {
 
-// Work on every row, spread over the threads where there is enough of it.
+// Calls run(row) for T rows of K values, in chunks of at least about 32 Ki values that threads share.
 template <typename Pool, typename Run>
-void each_row(Pool& pool, int64_t T, int64_t K, const Run& run) {
-  int64_t rows = std::max<int64_t>(1, (32 << 10) / K);
-  parallel(pool, (T + rows - 1) / rows, [&](int64_t chunk) {
-    for (int64_t row = chunk * rows; row < std::min(T, (chunk + 1) * rows); ++row) run(row);
+void for_each_row(Pool& pool, int64_t T, int64_t K, const Run& run) {
+  int64_t chunk_rows = std::max<int64_t>(1, (32 << 10) / K);
+  parallel(pool, (T + chunk_rows - 1) / chunk_rows, [&](int64_t chunk) {
+    for (int64_t row = chunk * chunk_rows; row < std::min(T, (chunk + 1) * chunk_rows); ++row) run(row);
   });
 }
 
-// A row in float32, from either type.
+// A row of an input array, read as float32.
 struct Row {
-  const void* at;
-  bool wide;  // float32
+  const void* data;
+  bool is_float32;  // else bfloat16
 
-  f32x16 sixteen(int64_t k) const {
-    return wide ? load(static_cast<const float*>(at) + k) : load_wide(static_cast<const uint16_t*>(at) + k);
+  f32x16 load16(int64_t k) const {
+    return is_float32 ? load(static_cast<const float*>(data) + k) : load_bf16(static_cast<const uint16_t*>(data) + k);
   }
-  float one(int64_t k) const {
-    return wide ? static_cast<const float*>(at)[k] : widen(static_cast<const uint16_t*>(at)[k]);
-  }
-
-  // As many as a vector of the machine holds.
-  F some(int64_t k) const {
-    if (wide) return lanes<F>(static_cast<const float*>(at) + k);
-    return widen(lanes<U16>(static_cast<const uint16_t*>(at) + k));
+  float load_one(int64_t k) const {
+    return is_float32 ? static_cast<const float*>(data)[k] : bf16_to_float(static_cast<const uint16_t*>(data)[k]);
   }
 
-  // What integers are to be multiplied with, and their sum.
-  struct Integers {
+  // One machine vector.
+  F load_vector(int64_t k) const {
+    if (is_float32) return lanes<F>(static_cast<const float*>(data) + k);
+    return bf16_to_float(lanes<U16>(static_cast<const uint16_t*>(data) + k));
+  }
+
+  struct Quantised {
     float scale;
-    int32_t sum;
+    int32_t sum;  // of the integers
   };
 
-  // The numbers from `from` to `to` as integers up to `most`, which the largest becomes: `put(k, integers)` gets a vector of
-  // those from k on, or one, as unsigned bits. Where a number is not finite, neither is the scale.
+  // Quantises the values from `begin` to `end` to integers of at most `max_code`, which stands for the largest
+  // magnitude. Calls put(k, codes) with a vector of integers, the first of index k, or with a single one, as unsigned
+  // bits. If a value is not finite, the scale is not finite either.
   template <typename Put>
-  Integers integers(int64_t from, int64_t to, float most, const Put& put) const {
-    constexpr float ROUND = 12582912.0f;  // see `exp`
-    constexpr uint32_t ZERO = 0x4b400000u;
-    int64_t whole = from + (to - from) / W * W;
-    F top{}, poison{};
-    for (int64_t k = from; k < whole; k += W) {
-      F v = some(k), size = (F)((U)v & 0x7fffffffu);
-      top = size > top ? size : top;
-      poison += v * 0.0f;
+  Quantised quantise(int64_t begin, int64_t end, float max_code, const Put& put) const {
+    constexpr float ROUND_BIAS = 12582912.0f;  // see `exp`
+    constexpr uint32_t ROUND_BIAS_BITS = 0x4b400000u;
+    int64_t vector_end = begin + (end - begin) / W * W;
+    F max_abs_lanes{}, nan_check_lanes{};
+    for (int64_t k = begin; k < vector_end; k += W) {
+      F v = load_vector(k), magnitude = (F)((U)v & 0x7fffffffu);
+      max_abs_lanes = magnitude > max_abs_lanes ? magnitude : max_abs_lanes;
+      nan_check_lanes += v * 0.0f;
     }
-    float largest = 0, spoilt = 0;
-    for (int i = 0; i < W; ++i) largest = std::max(largest, top[i]), spoilt += poison[i];
-    for (int64_t k = whole; k < to; ++k) largest = std::max(largest, std::fabs(one(k))), spoilt += one(k) * 0;
-    float inverse = largest > most * 1e-38f ? most / largest : 0.0f;  // which is a number
-    U sums{};
-    for (int64_t k = from; k < whole; k += W) {
-      U number = (U)(some(k) * inverse + ROUND) - ZERO;
-      sums += number;
-      put(k, number);
+    float max_abs = 0;
+    float nan_check = 0;  // NaN if a value is not finite
+    for (int i = 0; i < W; ++i) max_abs = std::max(max_abs, max_abs_lanes[i]), nan_check += nan_check_lanes[i];
+    for (int64_t k = vector_end; k < end; ++k)
+      max_abs = std::max(max_abs, std::fabs(load_one(k))), nan_check += load_one(k) * 0;
+    float inverse = max_abs > max_code * 1e-38f ? max_code / max_abs : 0.0f;  // always finite
+    U sum_lanes{};
+    for (int64_t k = begin; k < vector_end; k += W) {
+      U codes = (U)(load_vector(k) * inverse + ROUND_BIAS) - ROUND_BIAS_BITS;
+      sum_lanes += codes;
+      put(k, codes);
     }
     uint32_t sum = 0;
-    for (int i = 0; i < W; ++i) sum += sums[i];
-    for (int64_t k = whole; k < to; ++k) {
-      float shifted = one(k) * inverse + ROUND;
+    for (int i = 0; i < W; ++i) sum += sum_lanes[i];
+    for (int64_t k = vector_end; k < end; ++k) {
+      float biased = load_one(k) * inverse + ROUND_BIAS;
       uint32_t bits;
-      std::memcpy(&bits, &shifted, 4);
-      sum += bits - ZERO;
-      put(k, bits - ZERO);
+      std::memcpy(&bits, &biased, 4);
+      sum += bits - ROUND_BIAS_BITS;
+      put(k, bits - ROUND_BIAS_BITS);
     }
-    return {largest / most + spoilt, static_cast<int32_t>(sum)};
+    return {max_abs / max_code + nan_check, static_cast<int32_t>(sum)};
   }
 
-  // As bytes, each `bias` more than it stands for.
-  Integers bytes(int64_t from, int64_t to, uint8_t* out, uint32_t bias) const {
-    return integers(from, to, 127, [&](int64_t k, auto number) { put_bytes(out + k - from, number + bias); });
+  // Quantises to int8, and stores each integer plus `offset`.
+  Quantised quantise_int8(int64_t begin, int64_t end, uint8_t* out, uint32_t offset) const {
+    return quantise(begin, end, 127, [&](int64_t k, auto codes) { put_bytes(out + k - begin, codes + offset); });
   }
 
-  // As signed bytes, the high ones and the low ones.
-  Integers two_bytes(int64_t from, int64_t to, float most, uint8_t* high, uint8_t* low) const {
-    return integers(from, to, most, [&](int64_t k, auto number) {
-      put_bytes(high + k - from, (number + 128) >> 8);
-      put_bytes(low + k - from, number);
+  // Quantises to int16, stored as high and low signed bytes: high * 256 + low.
+  Quantised quantise_int16(int64_t begin, int64_t end, float max_code, uint8_t* high, uint8_t* low) const {
+    return quantise(begin, end, max_code, [&](int64_t k, auto codes) {
+      put_bytes(high + k - begin, (codes + 128) >> 8);
+      put_bytes(low + k - begin, codes);
     });
   }
 
-  static void put_bytes(uint8_t* out, U numbers) {
-    U8 low = low_bytes(numbers);
+  static void put_bytes(uint8_t* out, U codes) {
+    U8 low = low_bytes(codes);
     std::memcpy(out, &low, W);
   }
-  static void put_bytes(uint8_t* out, uint32_t number) { *out = static_cast<uint8_t>(number); }
+  static void put_bytes(uint8_t* out, uint32_t code) { *out = static_cast<uint8_t>(code); }
 };
 
-// Where a row of results goes.
-struct Place {
-  void* at;
-  bool wide;  // float32
+// A row of an output array.
+struct OutputRow {
+  void* data;
+  bool is_float32;  // else bfloat16
 
-  // Up to sixteen numbers from `k` on.
-  template <typename Lanes>
-  void put(int64_t k, Lanes lanes, f32x16 part) const {
-    float* floats = static_cast<float*>(at) + k;
-    uint16_t* halves = static_cast<uint16_t*>(at) + k;
-    if (lanes == LANES) return wide ? store(floats, part) : store_narrow(halves, part);
-    for (int64_t i = 0; i < lanes; ++i)
-      if (wide)
-        floats[i] = part[i];
+  // Stores the first `count` of sixteen values, from index `k` on.
+  template <typename Count>
+  void store_at(int64_t k, Count count, f32x16 values) const {
+    float* floats = static_cast<float*>(data) + k;
+    uint16_t* halves = static_cast<uint16_t*>(data) + k;
+    if (count == LANES) return is_float32 ? store(floats, values) : store_bf16(halves, values);
+    for (int64_t i = 0; i < count; ++i)
+      if (is_float32)
+        floats[i] = values[i];
       else
-        halves[i] = narrow(part[i]);
+        halves[i] = float_to_bf16(values[i]);
   }
 };
 

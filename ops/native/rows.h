@@ -1,4 +1,5 @@
-// What the entries to the weight products share: rows as a format takes them, and placing the results.
+// Entries to the products: conversion of rows to a format's type, products with a stack of matrices, and quantisation
+// of rows.
 #pragma once
 
 #include <vector>
@@ -10,188 +11,202 @@
 
 namespace quire {
 
-inline Row row_of(Buffer x, int64_t row) { return {x.data<char>() + row * x.last() * (x.wide() ? 4 : 2), x.wide()}; }
+inline Row input_row(Buffer x, int64_t row) {
+  return {x.data<char>() + row * x.last_dim() * (x.is_float32() ? 4 : 2), x.is_float32()};
+}
 
-// The rows in a format's type, their ends filled up with zeros.
+// T rows in a format's type, padded with zeros to K values. They are copied only if they must be converted.
 template <typename Format>
-struct Padded {
+struct PaddedRows {
   using X = typename Format::X;
-  std::vector<X> own;
+  std::vector<X> storage;
   const X* rows;
 
-  Padded(Pool& pool, Buffer x, int64_t T, int64_t K) {
-    int64_t from = x.last();
+  PaddedRows(Pool& pool, Buffer x, int64_t T, int64_t K) {
+    int64_t size = x.last_dim();
     rows = x.data<X>();
-    if (from == K && x.wide() == (sizeof(X) == 4) && !(x.wide() && Format::NARROW)) return;
-    own.resize(T * K);
-    rows = own.data();
-    each_row(pool, T, K, [&](int64_t row) {
-      X* out = own.data() + row * K;
-      if (x.wide())
-        copy(x.data<float>() + row * from, from, out);
+    if (size == K && x.is_float32() == (sizeof(X) == 4) && !(x.is_float32() && Format::ROUNDS_ROWS)) return;
+    storage.resize(T * K);
+    rows = storage.data();
+    for_each_row(pool, T, K, [&](int64_t row) {
+      X* out = storage.data() + row * K;
+      if (x.is_float32())
+        copy(x.data<float>() + row * size, size, out);
       else
-        copy(x.data<uint16_t>() + row * from, from, out);
+        copy(x.data<uint16_t>() + row * size, size, out);
     });
   }
 
   template <typename From>
   static void copy(const From* in, int64_t count, X* out) {
     for (int64_t k = 0; k < count; ++k)
-      if constexpr (std::is_same_v<From, X> && !(sizeof(X) == 4 && Format::NARROW))
+      if constexpr (std::is_same_v<From, X> && !(sizeof(X) == 4 && Format::ROUNDS_ROWS))
         out[k] = in[k];
       else if constexpr (sizeof(X) == 2)
-        out[k] = narrow(in[k]);
+        out[k] = float_to_bf16(in[k]);
       else if constexpr (sizeof(From) == 2)
-        out[k] = widen(in[k]);
+        out[k] = bf16_to_float(in[k]);
       else
-        out[k] = widen(narrow(in[k]));
+        out[k] = bf16_to_float(float_to_bf16(in[k]));
   }
 };
 
-// The sum of each row over each group of inputs.
-inline std::vector<float> group_sums(Pool& pool, const Half* rows, int64_t T, int64_t K, int64_t group) {
-  int64_t groups = K / group;
-  std::vector<float> sums(T * groups);
-  each_row(pool, T, K, [&](int64_t row) {
-    for (int64_t g = 0; g < groups; ++g) {
+// Sums of rows over groups of inputs, [T, num_groups].
+inline std::vector<float> group_sums(Pool& pool, const RowValue* rows, int64_t T, int64_t K, int64_t group_size) {
+  int64_t num_groups = K / group_size;
+  std::vector<float> sums(T * num_groups);
+  for_each_row(pool, T, K, [&](int64_t row) {
+    for (int64_t g = 0; g < num_groups; ++g) {
       f32x16 sum{};
-      sixteens(group, [&](int64_t k, auto lanes) { sum += get(Row{rows + row * K + g * group, sizeof(Half) == 4}, k, lanes); });
-      float each[LANES];
-      store(each, sum);
-      for (float part : each) sums[row * groups + g] += part;
+      for_each_16(group_size, [&](int64_t k, auto count) {
+        sum += load_partial(Row{rows + row * K + g * group_size, sizeof(RowValue) == 4}, k, count);
+      });
+      float array[LANES];
+      store(array, sum);
+      for (float value : array) sums[row * num_groups + g] += value;
     }
   });
   return sums;
 }
 
-// Bytes of WORD inputs in the order of a format's codes.
+// Copies WORD_INPUTS bytes in the order of the format's unpacked codes.
 template <typename Codes>
-inline void reorder(const uint8_t* from, int8_t* to) {
+inline void reorder(const uint8_t* in, int8_t* out) {
 #if defined(__SSSE3__)
-  if constexpr (Codes::WORD == 8) {
+  if constexpr (Codes::WORD_INPUTS == 8) {
     __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(Codes::ORDER));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(to),
-                     _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), order));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out),
+                     _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(in)), order));
     return;
-  } else if constexpr (Codes::WORD == 16) {
+  } else if constexpr (Codes::WORD_INPUTS == 16) {
     __m128i order = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Codes::ORDER));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                     _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), order));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                     _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)), order));
     return;
   }
 #endif
-  for (int64_t i = 0; i < Codes::WORD; ++i) to[i] = static_cast<int8_t>(from[Codes::ORDER[i]]);
+  for (int64_t i = 0; i < Codes::WORD_INPUTS; ++i) out[i] = static_cast<int8_t>(in[Codes::ORDER[i]]);
 }
 
-// Rows as integers in groups; every code stands for so much `more` than its own number.
-template <typename Format, int PLANES>
-GroupIntegers<PLANES> group_integers(Pool& pool, Buffer x, int64_t T, int64_t K, int64_t group, int more) {
-  constexpr int64_t WORD = Format::WORD;
-  int64_t from = x.last(), groups = K / group;
-  auto shared = static_cast<size_t>(T * groups);
-  std::vector<float> zeros(shared);
-  // The largest that two bytes hold; smaller where a group's sums would not fit into 32 bits.
-  const float most = std::min<int64_t>(127 * 257, INT32_MAX / (Format::LARGEST * group));
-  GroupIntegers<PLANES> made{std::vector<typename Format::X>(T * K), zeros, zeros, std::vector<int32_t>(shared)};
-  each_row(pool, T, K, [&](int64_t row) {
-    std::vector<uint8_t> planes(PLANES * group);
-    for (int64_t g = 0; g < groups && g * group < from; ++g) {
-      int64_t at = row * groups + g, start = g * group, stop = std::min(from, start + group);
-      if (stop < start + group) std::fill(planes.begin(), planes.end(), 0);
-      Row::Integers integers;
+// Quantises rows for a `GroupQuantisedInt` format. `code_offset` is the constant by which each weight byte exceeds its
+// value.
+template <typename Format>
+QuantisedRows<Format::PLANES> quantise_rows(Pool& pool, Buffer x, int64_t T, int64_t K, int64_t group_size,
+                                            int code_offset) {
+  constexpr int PLANES = Format::PLANES;
+  constexpr int64_t WORD_INPUTS = Format::WORD_INPUTS;
+  int64_t size = x.last_dim(), num_groups = K / group_size;
+  auto num_scales = static_cast<size_t>(T * num_groups);
+  std::vector<float> zeros(num_scales);
+  // The largest code of int16 that signed bytes represent, or less where the sum over a group could overflow int32.
+  const float max_code = std::min<int64_t>(127 * 257, INT32_MAX / (Format::MAX_BYTE * group_size));
+  QuantisedRows<PLANES> rows{std::vector<typename Format::X>(T * K), zeros, zeros, std::vector<int32_t>(num_scales)};
+  for_each_row(pool, T, K, [&](int64_t row) {
+    std::vector<uint8_t> planes(PLANES * group_size);
+    for (int64_t g = 0; g < num_groups && g * group_size < size; ++g) {
+      int64_t index = row * num_groups + g, start = g * group_size, stop = std::min(size, start + group_size);
+      if (stop < start + group_size) std::fill(planes.begin(), planes.end(), 0);
+      Row::Quantised group;
       if constexpr (PLANES == 1)
-        integers = row_of(x, row).bytes(start, stop, planes.data(), 0);
+        group = input_row(x, row).quantise_int8(start, stop, planes.data(), 0);
       else
-        integers = row_of(x, row).two_bytes(start, stop, most, planes.data(), planes.data() + group);
-      auto* out = reinterpret_cast<int8_t*>(made.rows.data() + row * K + start);
-      for (int64_t k = 0; k < group; k += WORD)
+        group = input_row(x, row).quantise_int16(start, stop, max_code, planes.data(), planes.data() + group_size);
+      auto* out = reinterpret_cast<int8_t*>(rows.values.data() + row * K + start);
+      for (int64_t k = 0; k < group_size; k += WORD_INPUTS)
         for (int plane = 0; plane < PLANES; ++plane)
-          reorder<typename Format::Order>(planes.data() + plane * group + k, out + PLANES * k + plane * WORD);
-      made.scale[at] = integers.scale, made.sum[at] = integers.scale * integers.sum;
-      made.start[at] = static_cast<int32_t>(-int64_t{more} * integers.sum);  // any number if the row is not finite
+          reorder<typename Format::Unpack>(planes.data() + plane * group_size + k,
+                                           out + PLANES * k + plane * WORD_INPUTS);
+      rows.scale[index] = group.scale;
+      rows.sum[index] = group.scale * group.sum;
+      // The cast discards bits only if the row is not finite, where any value will do.
+      rows.initial_sum[index] = static_cast<int32_t>(-int64_t{code_offset} * group.sum);
     }
   });
-  return made;
+  return rows;
 }
 
-// One product of a call: the only one, or one of several, with rows, a matrix of the stack and a result of its own.
-struct Product {
+// One product of a call: the only one, or one of several, each with its rows, a matrix of the stack and its result.
+struct ProductCall {
   const Call& call;
-  int64_t turn = -1, matrix = -1;  // -1: there is no stack
+  int64_t index = -1;   // of rows and result; -1: there is no stack
+  int64_t matrix = -1;  // of the stack; -1: there is no stack
 
-  Buffer rows() const { return turn < 0 ? call.array(0) : call.array(0).part(turn); }
-  Buffer weight(int64_t i = 1) const { return matrix < 0 ? call.array(i) : call.array(i).part(matrix); }
+  Buffer rows() const { return index < 0 ? call.array(0) : call.array(0).slice(index); }
+  Buffer weight(int64_t i = 1) const { return matrix < 0 ? call.array(i) : call.array(i).slice(matrix); }
   int64_t inputs() const {
     Buffer w = weight();
-    return w.dim(1) * (w.type() == dtype::U32 ? 8 : w.dim(3));  // a word holds eight
+    return w.dim(1) * (w.type() == dtype::U32 ? 8 : w.dim(3));  // a word holds eight codes
   }
-  Out out() const {
-    Buffer y = turn < 0 ? call.result() : call.result().part(turn);
+  Output output() const {
+    Buffer y = index < 0 ? call.result() : call.result().slice(index);
     int32_t activation = call.attribute<int32_t>("activation");
-    const float* bias = call.array(call.arrays() - 2).given<float>();
-    int64_t blocks = weight().dim(0);
-    return {y.data<void>(), y.wide(), bias, y.last(), activation ? blocks / 2 : blocks, activation};
+    const float* bias = call.array(call.num_arrays() - 2).data_or_null<float>();
+    int64_t num_blocks = weight().dim(0);
+    return {y.data<void>(), y.is_float32(), bias, y.last_dim(), activation ? num_blocks / 2 : num_blocks, activation};
   }
 };
 
-// Runs each product of a call. Its arrays are rows, weights, a bias (or an empty array) and, last, the numbers of the
-// matrices of the stack (empty if there is no stack).
+// Calls run(product) for each product of a call. The arrays of a call are rows, weights, a bias (or an empty array)
+// and, last, the indices of the matrices in the stack (empty if there is no stack).
 template <typename Run>
-const char* each_product(const Call& call, const Run& run) {
-  Buffer names = call.array(call.arrays() - 1);
-  const int32_t* matrix = names.given<int32_t>();
-  if (!matrix) run(Product{call});
-  for (int64_t i = 0; i < names.size(); ++i) {
+const char* for_each_product(const Call& call, const Run& run) {
+  Buffer indices = call.array(call.num_arrays() - 1);
+  const int32_t* matrix = indices.data_or_null<int32_t>();
+  if (!matrix) run(ProductCall{call});
+  for (int64_t i = 0; i < indices.size(); ++i) {
     if (matrix[i] < 0 || matrix[i] >= call.array(1).dim(0)) return "the stack has no such matrix";
-    run(Product{call, i, matrix[i]});
+    run(ProductCall{call, i, matrix[i]});
   }
   return nullptr;
 }
 
-// Products of a format that takes rows as they are: `weights` gives a product's weights.
-template <typename Format, typename Weights>
-const char* products(const Call& call, const Weights& weights) {
+// Runs the products of a format without groups. `make_format(product)` gives the format with a product's weight.
+template <typename Format, typename MakeFormat>
+const char* run_products(const Call& call, const MakeFormat& make_format) {
   Pool pool = call.pool();
-  return each_product(call, [&](const Product& p) {
+  return for_each_product(call, [&](const ProductCall& p) {
     int64_t T = rows_used(p.rows()), K = p.inputs();
-    Out out = p.out();
-    product(pool, weights(p), Padded<Format>(pool, p.rows(), T, K).rows, T, K, out);
-    out.fill(T, rows_in(p.rows()));
+    Output out = p.output();
+    product(pool, make_format(p), PaddedRows<Format>(pool, p.rows(), T, K).rows, T, K, out);
+    out.fill_zero_rows(T, num_rows(p.rows()));
   });
 }
 
-// What the groups of a product's weight share.
+// Quantisation parameters of a weight's groups.
 template <typename Scale>
-struct Shared {
-  Scale scale, least;
-  const uint8_t* zero = nullptr;
+struct GroupParams {
+  Scale scale;
+  Scale minimum;
+  const uint8_t* zero_point = nullptr;
 };
 
-// Products of a format whose weights are codes in groups; `shared` gives what those of a product share.
-template <typename Format, typename Of>
-const char* grouped_products(const Call& call, const Of& shared) {
+// Runs the products of a group-quantised format. `group_params(product, group_size)` gives the parameters of a product.
+template <typename Format, typename MakeParams>
+const char* run_grouped_products(const Call& call, const MakeParams& group_params) {
   Pool pool = call.pool();
-  return each_product(call, [&](const Product& p) {
+  return for_each_product(call, [&](const ProductCall& p) {
     Buffer x = p.rows();
-    int64_t words = p.weight().size() / p.weight().dim(0) / LANES;  // of an output
-    int64_t K = words * 8 * sizeof(typename Format::Word) / Format::BITS, group = K / p.weight(2).dim(1);
+    int64_t output_words = p.weight().size() / p.weight().dim(0) / LANES;
+    int64_t K = output_words * 8 * sizeof(typename Format::Word) / Format::BITS;
+    int64_t group_size = K / p.weight(2).dim(1);
     int64_t T = rows_used(x);
-    Out out = p.out();
-    auto own = shared(p, group);
-    bool taken_off = own.zero || own.least.each;
+    Output out = p.output();
+    auto params = group_params(p, group_size);
+    bool has_offsets = params.zero_point || params.minimum.values;
     auto* w = p.weight().data<typename Format::Word>();
-    if constexpr (takes_integers<Format>) {
-      int more = Format::OFFSET + (taken_off ? 0 : Format::MIDDLE);
-      auto integers = group_integers<Format, Format::PLANES>(pool, x, T, K, group, more);
-      product(pool, Format{w, own.scale, own.least, integers, group, own.zero}, integers.rows.data(), T, K, out);
+    if constexpr (quantises_rows<Format>) {
+      int code_offset = Format::OFFSET + (has_offsets ? 0 : Format::MIDPOINT);
+      auto rows = quantise_rows<Format>(pool, x, T, K, group_size, code_offset);
+      product(pool, Format{w, params.scale, params.minimum, rows, group_size, params.zero_point}, rows.values.data(), T,
+              K, out);
     } else {
-      Padded<Format> padded(pool, x, T, K);
-      bool summed = taken_off || Format::REST != 0;
-      std::vector<float> sums = group_sums(pool, padded.rows, summed ? T : 0, K, group);
-      Format f{w, own.scale, own.least, summed ? sums.data() : nullptr, group, own.zero};
+      PaddedRows<Format> padded(pool, x, T, K);
+      bool needs_sums = has_offsets || Format::DEFAULT_OFFSET != 0;
+      std::vector<float> sums = group_sums(pool, padded.rows, needs_sums ? T : 0, K, group_size);
+      Format f{w, params.scale, params.minimum, needs_sums ? sums.data() : nullptr, group_size, params.zero_point};
       product(pool, f, padded.rows, T, K, out);
     }
-    out.fill(T, rows_in(x));
+    out.fill_zero_rows(T, num_rows(x));
   });
 }
 

@@ -7,7 +7,7 @@ namespace {
 const char* unpack(const Call& call) {
   const int32_t* at = call.array(0).data<int32_t>();
   int64_t left = call.array(0).size();
-  for (int64_t i = 0; i < call.results(); ++i) {
+  for (int64_t i = 0; i < call.num_results(); ++i) {
     Buffer to = call.result(i);
     int64_t words = to.size();
     if (words > left) return "the buffer is shorter than its arrays";

@@ -1,16 +1,16 @@
-// Ragged paged attention. Work is cut along four lines, of which only the last two decide how a row is summed:
+// Ragged paged attention. Work is partitioned at four levels, of which only the last two determine how a row is summed:
 //
-//   tile     a few rows of one sequence: they share every key and value that is read
-//   item     what a thread does at a time: some KV heads of a tile, all its keys or one piece of them
-//   piece    PIECE key positions, a softmax by itself; a row's pieces are merged in their order
+//   tile     a few rows of one sequence, which share the loads of keys and values
+//   item     a thread's unit of work: some KV heads of a tile, with all its keys or one split of them
+//   split    SPLIT key positions with a softmax of their own; a row's splits are merged in order
 //   block    BLOCK key positions, one update of that softmax
 //
 //   keys    0         64        128                 512       576                 1024
 //   block   |    0    |    1    |    2    |   ...   |    8    |    9    |   ...   |
-//   piece   |                   0                   |                   1         |
+//   split   |                   0                   |                   1         |
 //
-// Pieces and blocks begin at multiples of their size, and a block that a row does not see leaves its sums as they are.
-// So a row has the same bits alone, in a chunk, in any batch and on any number of threads.
+// Splits and blocks begin at multiples of their size, and a block that a row does not see leaves its sums unchanged. So
+// results are batch-invariant, and depend neither on chunked prefill nor on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -24,18 +24,18 @@
 namespace quire {
 namespace attention {
 
-constexpr int64_t PIECE = 512, PER_PIECE = PIECE / BLOCK;
-constexpr int64_t TILE = 96;          // rows times query heads that a tile wants
-constexpr int64_t ITEMS = 8;          // that a thread wants, so that all end together
-constexpr int64_t WORTH = 1 << 11;    // keys times rows below which an item is not cut
-constexpr int64_t AHEAD = 128 << 10;  // bytes of keys and values of a block, so that two find room in a cache
+constexpr int64_t SPLIT = 512, SPLIT_BLOCKS = SPLIT / BLOCK;
+constexpr int64_t TILE_SIZE = 96;                 // rows times query heads per KV head of a tile
+constexpr int64_t ITEMS_PER_THREAD = 8;           // for load balance
+constexpr int64_t MIN_ITEM_COST = 1 << 11;        // in keys times rows; smaller items are not split
+constexpr int64_t MAX_BLOCK_BYTES = 128 << 10;    // of keys and values, so that two blocks fit into the cache
 
-// What the op was given; shapes as in `quire.ops.attention`. Pointers to what is absent are null.
-struct Call {
+// Arguments of the op, with the shapes of `quire.ops.attention`. Pointers to arrays that are absent are null.
+struct AttentionCall {
   int64_t T, N, K, H, V, B, P, S, M;  // V: width of the values
-  const void *q, *k, *v;              // bfloat16, or float32 where `wide`
-  bool wide;
-  void *k_pages, *v_pages;  // without v_pages the values are the first V dimensions of the keys
+  const void *q, *k, *v;
+  bool is_float32;                    // type of q, k, v and out; else bfloat16
+  void *k_pages, *v_pages;            // without v_pages the values are the first V dimensions of the keys
   float *k_scale, *v_scale;
   const int32_t *positions, *starts, *tables, *slots;
   const float* sinks;
@@ -44,483 +44,517 @@ struct Call {
 
   int64_t G() const { return N / K; }
   // The last position that a row sees.
-  int64_t seen_by(int64_t sequence, int64_t position) const {
-    if (!scoring.ahead) return position;
-    return std::min<int64_t>(position + scoring.ahead, positions[starts[sequence + 1] - 1]);
+  int64_t last_visible(int64_t sequence, int64_t position) const {
+    if (!scoring.lookahead) return position;
+    return std::min<int64_t>(position + scoring.lookahead, positions[starts[sequence + 1] - 1]);
   }
-  // Where a slot's scale lies: those of a page's head are side by side.
-  int64_t scale_at(int64_t slot, int64_t head) const { return (slot / S * K + head) * S + slot % S; }
+  // The index of a slot's scale: scales of a page are [head][slot].
+  int64_t scale_index(int64_t slot, int64_t head) const { return (slot / S * K + head) * S + slot % S; }
 };
 
-// x as signed bytes; the scale is what it returns. XLA rounds the same quotient and products.
+// Quantises x to int8 and returns the scale. XLA rounds the same quotient and products.
 template <typename X>
-float quantise(const X* x, int64_t H, int8_t* to) {
-  float most = 0, poison = 0;
+float quantise(const X* x, int64_t H, int8_t* out) {
+  float max_abs = 0, nan_check = 0;
   for (int64_t i = 0; i < H; ++i) {
     float value = convert<float>(x[i]);
-    most = std::max(most, std::fabs(value));
-    poison += value * 0.0f;
+    max_abs = std::max(max_abs, std::fabs(value));
+    nan_check += value * 0.0f;
   }
-  float inverse = most > 0 && poison == 0 ? 127.0f / most : 0.0f;
+  float inverse = max_abs > 0 && nan_check == 0 ? 127.0f / max_abs : 0.0f;
   for (int64_t i = 0; i < H; ++i)
-    to[i] = inverse == 0 ? 0 : static_cast<int8_t>(std::nearbyint(convert<float>(x[i]) * inverse));
-  return most * (1.0f / 127.0f) + poison;
+    out[i] = inverse == 0 ? 0 : static_cast<int8_t>(std::nearbyint(convert<float>(x[i]) * inverse));
+  return max_abs * (1.0f / 127.0f) + nan_check;
 }
 
-// The same as codes of four bits. What is farthest from 0 becomes -8, with the scale's sign as that takes.
-inline float quantise(const float* x, int64_t H, Pair* to) {
-  float most = 0, least = 0, poison = 0;
+// Quantises x to int4 and returns the scale, whose sign makes the value with the largest magnitude -8.
+inline float quantise(const float* x, int64_t H, Int4Pair* out) {
+  float max_abs = 0, minimum = 0, nan_check = 0;
   for (int64_t i = 0; i < H; ++i)
-    most = std::max(most, std::fabs(x[i])), least = std::min(least, x[i]), poison += x[i] * 0.0f;
-  bool fits = most > 0x1p-100f && poison == 0;
-  float whole = least == -most ? most : -most, inverse = fits ? 8.0f / whole : 0.0f;
+    max_abs = std::max(max_abs, std::fabs(x[i])), minimum = std::min(minimum, x[i]), nan_check += x[i] * 0.0f;
+  bool is_valid = max_abs > 0x1p-100f && nan_check == 0;
+  float full_scale = minimum == -max_abs ? max_abs : -max_abs;  // the value of -8, negated
+  float inverse = is_valid ? 8.0f / full_scale : 0.0f;
   auto code = [&](float value) {
-    return static_cast<int>(std::clamp(fits ? std::nearbyint(value * inverse) : 0.0f, -8.0f, 7.0f)) + 8;
+    return static_cast<int>(std::clamp(is_valid ? std::nearbyint(value * inverse) : 0.0f, -8.0f, 7.0f)) + 8;
   };
-  for (int64_t i = 0; i < H; i += 2) to[i / 2].codes = static_cast<uint8_t>(code(x[i]) | code(x[i + 1]) << 4);
-  return fits ? whole * 0.125f : poison;
+  for (int64_t i = 0; i < H; i += 2) out[i / 2].codes = static_cast<uint8_t>(code(x[i]) | code(x[i + 1]) << 4);
+  return is_valid ? full_scale * 0.125f : nan_check;
 }
 
-// Each block of the largest power of two that divides H times a Hadamard matrix. XLA adds in the same order.
+// Hadamard rotation: multiplies each block of x with an orthonormal Hadamard matrix. The size of a block is the largest
+// power of two that divides H. XLA adds in the same order.
 inline void rotate(float* x, int64_t H) {
   int64_t block = H & -H;
   for (int64_t step = 1; step < block; step *= 2)
-    for (int64_t from = 0; from < H; from += 2 * step)
-      for (int64_t i = from; i < from + step; ++i) {
-        float first = x[i], second = x[i + step];
-        x[i] = first + second, x[i + step] = first - second;
+    for (int64_t start = 0; start < H; start += 2 * step)
+      for (int64_t i = start; i < start + step; ++i) {
+        float a = x[i], b = x[i + step];
+        x[i] = a + b;
+        x[i + step] = a - b;
       }
-  float length = static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
-  for (int64_t i = 0; i < H; ++i) x[i] *= length;
+  float factor = static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
+  for (int64_t i = 0; i < H; ++i) x[i] *= factor;
 }
 
-// Keys of four bits are rotated: see `quire.ops.attention.four_bits`.
+// Writes a row of new keys or values of type X to a slot of the pages. int4 keys are rotated, see
+// `quire.ops.attention.four_bits`.
 template <typename Page, typename X>
-void write(const Call& a, const void* from, int64_t row, int64_t slot, int64_t H, void* pages, float* scale) {
-  const X* x = static_cast<const X*>(from) + row * a.K * H;
-  Page* to = static_cast<Page*>(pages) + slot * a.K * H / EACH<Page>;
-  if constexpr (std::is_same_v<Page, Pair>) {
+void write_slot(const AttentionCall& a, const void* new_rows, int64_t row, int64_t slot, int64_t H, void* pages,
+                float* scale) {
+  const X* x = static_cast<const X*>(new_rows) + row * a.K * H;
+  Page* out = static_cast<Page*>(pages) + slot * a.K * H / ELEMENT_DIMS<Page>;
+  if constexpr (std::is_same_v<Page, Int4Pair>) {
     std::vector<float> head(H);
-    for (int64_t k = 0; k < a.K; ++k, x += H, to += H / 2) {
+    for (int64_t k = 0; k < a.K; ++k, x += H, out += H / 2) {
       std::transform(x, x + H, head.begin(), convert<float, X>);
       if (pages == a.k_pages) rotate(head.data(), H);
-      scale[a.scale_at(slot, k)] = quantise(head.data(), H, to);
+      scale[a.scale_index(slot, k)] = quantise(head.data(), H, out);
     }
   } else if constexpr (std::is_same_v<Page, int8_t>)
-    for (int64_t k = 0; k < a.K; ++k) scale[a.scale_at(slot, k)] = quantise(x + k * H, H, to + k * H);
+    for (int64_t k = 0; k < a.K; ++k) scale[a.scale_index(slot, k)] = quantise(x + k * H, H, out + k * H);
   else
-    for (int64_t i = 0; i < a.K * H; ++i) to[i] = convert<Page>(x[i]);
+    for (int64_t i = 0; i < a.K * H; ++i) out[i] = convert<Page>(x[i]);
 }
 
-// Writes each row's key and value to their slot. Padding, and page 0, which no sequence owns, are not written.
-template <typename Page, typename X, typename Spread>
-void append(const Call& a, const Spread& spread) {
-  int64_t rows = std::max<int64_t>(1, (1 << 17) / (a.K * a.H)), T = a.starts[a.B];
-  spread((T + rows - 1) / rows, [&](int64_t chunk) {
-    for (int64_t row = chunk * rows; row < std::min(T, (chunk + 1) * rows); ++row) {
+// Writes the new keys and values of all rows to their slots, except of padding and of page 0, which no sequence owns.
+template <typename Page, typename X, typename RunParallel>
+void append(const AttentionCall& a, const RunParallel& run_parallel) {
+  int64_t chunk_rows = std::max<int64_t>(1, (1 << 17) / (a.K * a.H)), T = a.starts[a.B];
+  run_parallel((T + chunk_rows - 1) / chunk_rows, [&](int64_t chunk) {
+    for (int64_t row = chunk * chunk_rows; row < std::min(T, (chunk + 1) * chunk_rows); ++row) {
       int64_t slot = a.slots[row];
       if (slot < a.S || slot >= a.P * a.S) continue;
-      write<Page, X>(a, a.k, row, slot, a.H, a.k_pages, a.k_scale);
-      if (a.v_pages) write<Page, X>(a, a.v, row, slot, a.V, a.v_pages, a.v_scale);
+      write_slot<Page, X>(a, a.k, row, slot, a.H, a.k_pages, a.k_scale);
+      if (a.v_pages) write_slot<Page, X>(a, a.v, row, slot, a.V, a.v_pages, a.v_scale);
     }
   });
 }
 
-// The rows of one sequence that are computed together, and the positions that they see.
+// Rows of one sequence that are computed together, and the key positions that they see.
 struct Tile {
-  int64_t sequence, row, rows;
-  int64_t oldest, newest;  // positions of the rows
-  int64_t sees;            // the last that the oldest sees
-  int64_t first, last;     // of the keys; none where last < first
-  float* partial;          // sums of [head][piece], if it is cut into pieces
+  int64_t sequence, first_row, num_rows;
+  int64_t oldest, newest;           // smallest and largest position of the rows
+  int64_t oldest_sees;              // last key that the oldest row sees
+  int64_t first_key, last_key;      // of all rows; last_key < first_key if there are none
+  float* partial;                   // softmax states [head][split], if the tile is split
 
-  int64_t pieces() const { return last < first ? 0 : last / PIECE - first / PIECE + 1; }
+  int64_t num_splits() const { return last_key < first_key ? 0 : last_key / SPLIT - first_key / SPLIT + 1; }
 };
 
-// Some heads of a tile and its blocks begin..end; if it is cut, these are one piece.
-struct Item {
-  int64_t tile, head, heads, begin, end, cost;
-  bool cut;
+// Some KV heads of a tile and a range of its blocks; if the tile is split, this range is one split.
+struct WorkItem {
+  int64_t tile, first_head, num_heads, begin_block, end_block, cost;
+  bool is_split;
 };
 
+// Allocates memory that begins at a cache line.
 template <typename T>
-struct OnLines {  // memory that begins at a cache line
+struct CacheLineAllocator {
   using value_type = T;
-  OnLines() = default;
-  template <typename Other>
-  OnLines(const OnLines<Other>&) {}
+  CacheLineAllocator() = default;
+  template <typename U>
+  CacheLineAllocator(const CacheLineAllocator<U>&) {}
   T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{64})); }
   void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{64}); }
-  bool operator==(const OnLines&) const { return true; }
-  bool operator!=(const OnLines&) const { return false; }
+  bool operator==(const CacheLineAllocator&) const { return true; }
+  bool operator!=(const CacheLineAllocator&) const { return false; }
 };
 
-// A worker's memory; each thread keeps its own from call to call.
+// Buffers of a worker. Each thread keeps them between calls.
 struct Scratch {
   template <typename T>
-  using List = std::vector<T, OnLines<T>>;
-  List<float> q, rows, s, weights, totals, wide, nothing, unpaired, k_scale, v_scale, part, whole, head;
-  List<uint32_t> keys, codes;
-  List<int32_t> position, sees;
+  using Buffer = std::vector<T, CacheLineAllocator<T>>;
+  Buffer<float> q, key_rows, scores, weights, weight_sum_lanes, values, zero_value, unpacked, k_scale, v_scale,
+      split_states, total_states, q_row;
+  Buffer<uint32_t> keys, codes;
+  Buffer<int32_t> position, last_visible;
 
   template <typename T>
-  static T* take(List<T>& list, int64_t size) {
-    if (static_cast<int64_t>(list.size()) < size) list.resize(size);
-    return list.data();
+  static T* reserve(Buffer<T>& buffer, int64_t size) {
+    if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
+    return buffer.data();
   }
 };
 
-// Of which types queries, new keys and results can be where they meet such pages as X.
+// Whether queries, new keys and results may be float32 or bfloat16, for keys that are multiplied as X.
 template <typename X>
-constexpr bool MAY_BE_WIDE = sizeof(X) == 4;
+constexpr bool ALLOWS_FLOAT32 = sizeof(X) == 4;
 template <typename Page, typename X>
-constexpr bool MAY_BE_NARROW = sizeof(X) == 2 || sizeof(Page) == 4;
+constexpr bool ALLOWS_BF16 = sizeof(X) == 2 || sizeof(Page) == 4;
 
-// Computes items, the keys of one block at a time for all rows of a tile. Keys meet queries as X: bfloat16 or floats.
+// Computes work items, one block of keys at a time for all rows of a tile. X is the type of keys as they are multiplied
+// with queries: bfloat16 or float.
 template <typename Page, typename X>
 class Worker {
  public:
-  Worker(const Call& a, Scratch& scratch, const Tile* tiles, int64_t heads, int64_t most)
-      : a(a), tiles(tiles), H(padded(a.H, CODED ? 32 : 16 / sizeof(X))), V(width(a)) {
-    q = reinterpret_cast<Query<X>*>(Scratch::take(scratch.q, heads * most * H));
-    rows = reinterpret_cast<Key*>(Scratch::take(scratch.rows, (BLOCK + 1) * H));
-    zeros = std::fill_n(rows, H, Key{}) - H, rows += H;
-    keys = Scratch::take(scratch.keys, BLOCK * H);
-    if (UNPAIRS<X>) unpaired = Scratch::take(scratch.unpaired, BLOCK * H);
-    if (CODED) codes = Scratch::take(scratch.codes, H / 8 * W), line = Scratch::take(scratch.head, a.H);
-    s = Scratch::take(scratch.s, most * BLOCK);
-    weights = reinterpret_cast<Weight*>(PAIRS<X> ? Scratch::take(scratch.weights, most * BLOCK / 2) : s);
-    nothing = reinterpret_cast<const Page*>(Scratch::take(scratch.nothing, V));
-    totals = Scratch::take(scratch.totals, heads * most * W);
-    wide = reinterpret_cast<Wide*>(Scratch::take(scratch.wide, BLOCK * COLS * W));
-    k_scale = Scratch::take(scratch.k_scale, BLOCK), v_scale = Scratch::take(scratch.v_scale, BLOCK);
-    position = Scratch::take(scratch.position, most), sees = Scratch::take(scratch.sees, most);
-    part = Scratch::take(scratch.part, heads * Sums::size(most, V));
-    whole = Scratch::take(scratch.whole, heads * Sums::size(most, V));
+  Worker(const AttentionCall& a, Scratch& scratch, const Tile* tiles, int64_t num_heads, int64_t max_rows)
+      : a(a), tiles(tiles), H(round_up(a.H, IS_INT4 ? 32 : 16 / sizeof(X))), V(padded_width(a)) {
+    q = reinterpret_cast<Query<X>*>(Scratch::reserve(scratch.q, num_heads * max_rows * H));
+    key_rows = reinterpret_cast<Key*>(Scratch::reserve(scratch.key_rows, (BLOCK + 1) * H));
+    zero_key = std::fill_n(key_rows, H, Key{}) - H, key_rows += H;
+    keys = Scratch::reserve(scratch.keys, BLOCK * H);
+    if (UNPACKS_KEYS<X>) unpacked = Scratch::reserve(scratch.unpacked, BLOCK * H);
+    if (IS_INT4) codes = Scratch::reserve(scratch.codes, H / 8 * W), q_row = Scratch::reserve(scratch.q_row, a.H);
+    scores = Scratch::reserve(scratch.scores, max_rows * BLOCK);
+    weights = reinterpret_cast<Weight*>(USES_BF16_PAIRS<X> ? Scratch::reserve(scratch.weights, max_rows * BLOCK / 2)
+                                                           : scores);
+    zero_value = reinterpret_cast<const Page*>(Scratch::reserve(scratch.zero_value, V));
+    weight_sum_lanes = Scratch::reserve(scratch.weight_sum_lanes, num_heads * max_rows * W);
+    converted = reinterpret_cast<Value*>(Scratch::reserve(scratch.values, BLOCK * TILE_VECTORS * W));
+    k_scale = Scratch::reserve(scratch.k_scale, BLOCK), v_scale = Scratch::reserve(scratch.v_scale, BLOCK);
+    position = Scratch::reserve(scratch.position, max_rows);
+    last_visible = Scratch::reserve(scratch.last_visible, max_rows);
+    split_states = Scratch::reserve(scratch.split_states, num_heads * SoftmaxState::size(max_rows, V));
+    total_states = Scratch::reserve(scratch.total_states, num_heads * SoftmaxState::size(max_rows, V));
   }
 
-  static int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-  static int64_t width(const Call& a) { return padded(a.V, UNIT<Page>); }
+  static int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+  static int64_t padded_width(const AttentionCall& a) { return round_up(a.V, VALUE_STEP<Page>); }
 
-  // `next` is the item that this thread is likely to do then, or null.
-  void run(const Item& item, const Item* next) {
+  // Computes an item. `next` is the item that this thread will probably compute next, for prefetching, or null.
+  void run(const WorkItem& item, const WorkItem* next) {
     const Tile& t = tiles[item.tile];
-    R = t.rows * a.G();
+    R = t.num_rows * a.G();
     for (int64_t r = 0; r < R; ++r) {
-      position[r] = a.positions[t.row + r / a.G()];
-      sees[r] = static_cast<int32_t>(a.seen_by(t.sequence, position[r]));
+      position[r] = a.positions[t.first_row + r / a.G()];
+      last_visible[r] = static_cast<int32_t>(a.last_visible(t.sequence, position[r]));
     }
-    auto all = [&](int64_t h) { return Sums(whole + h * Sums::size(R, V), R, V); };
-    auto sums = [&](int64_t h) {
-      return Sums(item.cut ? partial(t, item.head + h, item.begin / PER_PIECE) : part + h * Sums::size(R, V), R, V);
+    auto total_state = [&](int64_t h) { return SoftmaxState(total_states + h * SoftmaxState::size(R, V), R, V); };
+    auto split_state = [&](int64_t h) {
+      return SoftmaxState(item.is_split ? partial_state(t, item.first_head + h, item.begin_block / SPLIT_BLOCKS)
+                                        : split_states + h * SoftmaxState::size(R, V),
+                          R, V);
     };
-    for (int64_t h = 0; h < item.heads; ++h) {
-      read_queries(t, item.head + h, q + h * R * H);
-      start(all(h), item.head + h);
+    for (int64_t h = 0; h < item.num_heads; ++h) {
+      read_queries(t, item.first_head + h, q + h * R * H);
+      start(total_state(h), item.first_head + h);
     }
-    Block block, after;
-    if (item.begin < item.end) find(t, item.begin, block);
-    for (int64_t b = item.begin; b < item.end; ++b, block = after) {
-      const Item* soon = b + 1 < item.end ? &item : next;
-      Ahead ahead(soon ? soon->heads * a.H * sizeof(Page) / EACH<Page> : 64);
-      if (soon) find(tiles[soon->tile], soon == next ? next->begin : b + 1, after);
-      for (int j = after.lo; soon && j < after.hi; ++j) {
-        ahead.add(key_at(after.slot[j], soon->head));
-        if (a.v_pages) ahead.add(value_at(after.slot[j], soon->head));
+    KeyBlock block, next_block;
+    if (item.begin_block < item.end_block) find_block(t, item.begin_block, block);
+    for (int64_t b = item.begin_block; b < item.end_block; ++b, block = next_block) {
+      const WorkItem* next_block_item = b + 1 < item.end_block ? &item : next;
+      Prefetcher prefetcher(next_block_item ? next_block_item->num_heads * a.H * sizeof(Page) / ELEMENT_DIMS<Page>
+                                            : 64);
+      if (next_block_item)
+        find_block(tiles[next_block_item->tile], next_block_item == next ? next->begin_block : b + 1, next_block);
+      for (int j = next_block.begin; next_block_item && j < next_block.end; ++j) {
+        prefetcher.add_range(key_address(next_block.slot[j], next_block_item->first_head));
+        if (a.v_pages) prefetcher.add_range(value_address(next_block.slot[j], next_block_item->first_head));
       }
-      for (int64_t h = 0; h < item.heads; ++h) {
-        float* row_totals = totals + h * R * W;
-        if (b == item.begin || b % PER_PIECE == 0) {
-          sums(h).clear(R, V);
-          std::fill_n(row_totals, R * W, 0.0f);
+      for (int64_t h = 0; h < item.num_heads; ++h) {
+        float* head_sum_lanes = weight_sum_lanes + h * R * W;
+        if (b == item.begin_block || b % SPLIT_BLOCKS == 0) {
+          split_state(h).clear(R, V);
+          std::fill_n(head_sum_lanes, R * W, 0.0f);
         }
-        step(t, block, item.head + h, q + h * R * H, row_totals, sums(h), ahead);
-        if (b + 1 == item.end || (b + 1) % PER_PIECE == 0) {
-          for (int64_t r = 0; r < R; ++r) sums(h).total[r] = sum(load(row_totals + r * W));
-          if (!item.cut) merge(all(h), sums(h), R, V);
+        process_block(t, block, item.first_head + h, q + h * R * H, head_sum_lanes, split_state(h), prefetcher);
+        if (b + 1 == item.end_block || (b + 1) % SPLIT_BLOCKS == 0) {
+          for (int64_t r = 0; r < R; ++r) split_state(h).weight_sum[r] = sum_lanes(load(head_sum_lanes + r * W));
+          if (!item.is_split) merge(total_state(h), split_state(h), R, V);
         }
       }
-      ahead.fetch_rest();
+      prefetcher.finish();
     }
-    for (int64_t h = 0; h < item.heads && !item.cut; ++h) finish(t, item.head + h, all(h));
+    for (int64_t h = 0; h < item.num_heads && !item.is_split; ++h) finish(t, item.first_head + h, total_state(h));
   }
 
-  // What the pieces of a head have come to, put together.
-  void join(const Tile& t, int64_t head) {
-    R = t.rows * a.G();
-    Sums all(whole, R, V);
-    start(all, head);
-    for (int64_t piece = t.first / PIECE; piece <= t.last / PIECE; ++piece)
-      merge(all, Sums(partial(t, head, piece), R, V), R, V);
-    finish(t, head, all);
+  // Merges the splits of a head and writes its results.
+  void merge_splits(const Tile& t, int64_t head) {
+    R = t.num_rows * a.G();
+    SoftmaxState total(total_states, R, V);
+    start(total, head);
+    for (int64_t split = t.first_key / SPLIT; split <= t.last_key / SPLIT; ++split)
+      merge(total, SoftmaxState(partial_state(t, head, split), R, V), R, V);
+    finish(t, head, total);
   }
 
  private:
-  static constexpr bool CODED = std::is_same_v<Page, Pair>;
-  using Key = std::conditional_t<CODED, Pair, X>;  // what rows of keys are turned as
+  static constexpr bool IS_INT4 = std::is_same_v<Page, Int4Pair>;
+  using Key = std::conditional_t<IS_INT4, Int4Pair, X>;  // keys as they are transposed
   using Weight = Query<X>;
-  using Wide = std::conditional_t<PAIRS<X>, uint32_t, float>;  // values, or pairs of them
-  static constexpr int TOGETHER = PAIRS<X> ? 2 : 1;            // keys whose values are mixed at once
+  using Value = std::conditional_t<USES_BF16_PAIRS<X>, uint32_t, float>;  // converted values, or pairs of them
+  static constexpr int KEY_STEP = USES_BF16_PAIRS<X> ? 2 : 1;             // keys whose values are added at once
 
-  float* partial(const Tile& t, int64_t head, int64_t piece) const {
-    return t.partial + (head * t.pieces() + piece - t.first / PIECE) * Sums::size(t.rows * a.G(), V);
+  float* partial_state(const Tile& t, int64_t head, int64_t split) const {
+    return t.partial +
+           (head * t.num_splits() + split - t.first_key / SPLIT) * SoftmaxState::size(t.num_rows * a.G(), V);
   }
 
-  // A sink is one more score in the softmax that carries no value.
-  void start(Sums sums, int64_t head) {
-    sums.clear(R, V);
+  // Initialises a softmax. An attention sink is one more score, which carries no value.
+  void start(SoftmaxState state, int64_t head) {
+    state.clear(R, V);
     for (int64_t r = 0; a.sinks && r < R; ++r) {
-      sums.best[r] = a.sinks[head * a.G() + r % a.G()] * LOG2E;
-      sums.total[r] = 1;
+      state.max_score[r] = a.sinks[head * a.G() + r % a.G()] * LOG2E;
+      state.weight_sum[r] = 1;
     }
   }
 
-  // Where row r of a tile lies in queries or results of `size` dimensions.
-  int64_t place(const Tile& t, int64_t head, int64_t r, int64_t size) const {
-    return ((t.row + r / a.G()) * a.N + head * a.G() + r % a.G()) * size;
+  // The index of row r of a tile in queries or results of `size` dimensions.
+  int64_t row_index(const Tile& t, int64_t head, int64_t r, int64_t size) const {
+    return ((t.first_row + r / a.G()) * a.N + head * a.G() + r % a.G()) * size;
   }
 
-  // A row of `a.H` dimensions in another type, its end filled up with zeros.
+  // Converts a row of a.H dimensions and pads it with zeros to H.
   template <typename To, typename From>
-  To* copy(const From* from, To* to) const {
-    for (int64_t h = 0; h < a.H / EACH<To>; ++h) to[h] = convert<To>(from[h]);
-    std::fill(to + a.H / EACH<To>, to + H / EACH<To>, To{});
-    return to;
+  To* copy(const From* in, To* out) const {
+    for (int64_t h = 0; h < a.H / ELEMENT_DIMS<To>; ++h) out[h] = convert<To>(in[h]);
+    std::fill(out + a.H / ELEMENT_DIMS<To>, out + H / ELEMENT_DIMS<To>, To{});
+    return out;
   }
 
-  void read_queries(const Tile& t, int64_t head, Query<X>* to) {
-    for (int64_t r = 0; r < R; ++r, to += H) {
-      int64_t from = place(t, head, r, a.H);
-      if constexpr (CODED) {
-        if (a.wide)
-          std::copy_n(static_cast<const float*>(a.q) + from, a.H, line);
+  void read_queries(const Tile& t, int64_t head, Query<X>* out) {
+    for (int64_t r = 0; r < R; ++r, out += H) {
+      int64_t index = row_index(t, head, r, a.H);
+      if constexpr (IS_INT4) {
+        if (a.is_float32)
+          std::copy_n(static_cast<const float*>(a.q) + index, a.H, q_row);
         else
-          for (int64_t h = 0; h < a.H; ++h) line[h] = bf16_to_float(static_cast<const uint16_t*>(a.q)[from + h]);
-        rotate(line, a.H);
-        std::fill_n(to, H, Query<X>{});
-        for (int64_t h = 0; h < a.H; ++h) to[place_of<X>(h)] = convert<Query<X>>(line[h]);
+          for (int64_t h = 0; h < a.H; ++h) q_row[h] = bf16_to_float(static_cast<const uint16_t*>(a.q)[index + h]);
+        rotate(q_row, a.H);
+        std::fill_n(out, H, Query<X>{});
+        for (int64_t h = 0; h < a.H; ++h) out[query_position<X>(h)] = convert<Query<X>>(q_row[h]);
         continue;
       }
-      if constexpr (MAY_BE_WIDE<X>)
-        if (a.wide) copy(static_cast<const float*>(a.q) + from, to);
-      if constexpr (MAY_BE_NARROW<Page, X>)
-        if (!a.wide) copy(static_cast<const uint16_t*>(a.q) + from, to);
+      if constexpr (ALLOWS_FLOAT32<X>)
+        if (a.is_float32) copy(static_cast<const float*>(a.q) + index, out);
+      if constexpr (ALLOWS_BF16<Page, X>)
+        if (!a.is_float32) copy(static_cast<const uint16_t*>(a.q) + index, out);
     }
   }
 
-  void find(const Tile& t, int64_t number, Block& b) const {
-    b.base = number * BLOCK;
-    b.lo = static_cast<int>(std::max<int64_t>(t.first - b.base, 0));
-    b.hi = static_cast<int>(std::min(t.last + 1 - b.base, BLOCK));
+  // Looks up the slots of a block's keys in the page table.
+  void find_block(const Tile& t, int64_t index, KeyBlock& b) const {
+    b.base = index * BLOCK;
+    b.begin = static_cast<int>(std::max<int64_t>(t.first_key - b.base, 0));
+    b.end = static_cast<int>(std::min(t.last_key + 1 - b.base, BLOCK));
     const int32_t* table = a.tables + t.sequence * a.M;
-    int64_t page = (b.base + b.lo) / a.S, offset = (b.base + b.lo) % a.S;
-    for (int j = b.lo; j < b.hi; ++page, offset = 0) {
-      int64_t slot = std::clamp<int64_t>(table[page], 0, a.P - 1) * a.S;
-      for (; offset < a.S && j < b.hi; ++offset, ++j) b.slot[j] = slot + offset, b.scale[j] = slot * a.K + offset;
+    int64_t page = (b.base + b.begin) / a.S, offset = (b.base + b.begin) % a.S;
+    for (int j = b.begin; j < b.end; ++page, offset = 0) {
+      int64_t first_slot = std::clamp<int64_t>(table[page], 0, a.P - 1) * a.S;
+      for (; offset < a.S && j < b.end; ++offset, ++j)
+        b.slot[j] = first_slot + offset, b.scale_index[j] = first_slot * a.K + offset;
     }
   }
 
-  const Page* key_at(int64_t slot, int64_t head) const {
-    return static_cast<const Page*>(a.k_pages) + (slot * a.K + head) * a.H / EACH<Page>;
+  const Page* key_address(int64_t slot, int64_t head) const {
+    return static_cast<const Page*>(a.k_pages) + (slot * a.K + head) * a.H / ELEMENT_DIMS<Page>;
   }
-  const Page* value_at(int64_t slot, int64_t head) const {
-    if (!a.v_pages) return key_at(slot, head);
-    return static_cast<const Page*>(a.v_pages) + (slot * a.K + head) * a.V / EACH<Page>;
+  const Page* value_address(int64_t slot, int64_t head) const {
+    if (!a.v_pages) return key_address(slot, head);
+    return static_cast<const Page*>(a.v_pages) + (slot * a.K + head) * a.V / ELEMENT_DIMS<Page>;
   }
 
-  void step(const Tile& t, const Block& b, int64_t head, const Query<X>* q, float* totals, Sums sums, Ahead& ahead) {
+  // Updates the softmax of a head's rows with one block of keys.
+  void process_block(const Tile& t, const KeyBlock& b, int64_t head, const Query<X>* head_q, float* head_sum_lanes,
+                     SoftmaxState state, Prefetcher& prefetcher) {
     const Key* key[BLOCK];
-    std::fill(key + b.first() * W, key + b.stop() * W, zeros);
-    for (int j = b.lo; j < b.hi; ++j)
+    std::fill(key + b.first_vector() * W, key + b.end_vector() * W, zero_key);
+    for (int j = b.begin; j < b.end; ++j)
       if (std::is_same_v<Page, Key> && H == a.H)
-        key[j] = reinterpret_cast<const Key*>(key_at(b.slot[j], head));
+        key[j] = reinterpret_cast<const Key*>(key_address(b.slot[j], head));
       else
-        key[j] = copy(key_at(b.slot[j], head), rows + j * H);
+        key[j] = copy(key_address(b.slot[j], head), key_rows + j * H);
     if (a.k_scale) {
-      const float* v_from = a.v_pages ? a.v_scale : a.k_scale;
+      const float* value_scales = a.v_pages ? a.v_scale : a.k_scale;
       std::fill_n(k_scale, BLOCK, 0.0f), std::fill_n(v_scale, BLOCK, 0.0f);
-      for (int j = b.lo; j < b.hi; ++j) k_scale[j] = a.k_scale[b.scale[j] + head * a.S];
-      for (int j = b.lo; j < b.hi; ++j) v_scale[j] = v_from[b.scale[j] + head * a.S];
+      for (int j = b.begin; j < b.end; ++j) k_scale[j] = a.k_scale[b.scale_index[j] + head * a.S];
+      for (int j = b.begin; j < b.end; ++j) v_scale[j] = value_scales[b.scale_index[j] + head * a.S];
     }
 
-    auto turned = [&](int g) { return keys + g * W * H / (4 / sizeof(X)); };
-    for (int g = b.first(); g < b.stop(); ++g)
-      if constexpr (CODED)
-        turn(key + g * W, H / 2, codes, ahead), widen_codes<X>(codes, H / 8, turned(g));
+    auto transposed = [&](int g) { return keys + g * W * H / (4 / sizeof(X)); };
+    for (int g = b.first_vector(); g < b.end_vector(); ++g)
+      if constexpr (IS_INT4)
+        transpose_keys(key + g * W, H / 2, codes, prefetcher), decode_keys<X>(codes, H / 8, transposed(g));
       else
-        turn(key + g * W, H, turned(g), ahead);
-    // The first rows may all come before these keys, and the last may have lost sight of them.
-    int64_t from = 0, stop = R;
-    while (from < R && sees[from] < b.base + b.lo) ++from;
-    while (stop > from && a.scoring.hidden(position[stop - 1]) >= b.base + b.hi - 1) --stop;
-    if (UNPAIRS<X> && stop - from > 2 * ROWS) {
-      for (int g = b.first(); g < b.stop(); ++g) unpair(turned(g), H / 2, unpaired + g * W * H);
-      if constexpr (UNPAIRS<X>) score<float>(b, from, stop, q, reinterpret_cast<const uint32_t*>(unpaired), ahead);
+        transpose_keys(key + g * W, H, transposed(g), prefetcher);
+    // Skips the first rows if they come before these keys, and the last rows if the keys have left their windows.
+    int64_t first_row = 0, end_row = R;
+    while (first_row < R && last_visible[first_row] < b.base + b.begin) ++first_row;
+    while (end_row > first_row && a.scoring.last_hidden(position[end_row - 1]) >= b.base + b.end - 1) --end_row;
+    if (UNPACKS_KEYS<X> && end_row - first_row > 2 * TILE_ROWS) {
+      for (int g = b.first_vector(); g < b.end_vector(); ++g) unpack_pairs(transposed(g), H / 2, unpacked + g * W * H);
+      if constexpr (UNPACKS_KEYS<X>)
+        compute_scores<float>(b, first_row, end_row, head_q, reinterpret_cast<const uint32_t*>(unpacked), prefetcher);
     } else {
-      score<X>(b, from, stop, q, keys, ahead);
+      compute_scores<X>(b, first_row, end_row, head_q, keys, prefetcher);
     }
-    bool masked = b.base + BLOCK - 1 > t.sees || b.base <= a.scoring.hidden(t.newest);
-    if (masked || a.k_scale || a.scoring.soft_cap)
-      finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, sees, from, stop, s);
-    weigh(a.scoring.unit(), from, stop, s, a.k_scale ? v_scale : nullptr, weights, sums, totals, V);
+    bool is_masked = b.base + BLOCK - 1 > t.oldest_sees || b.base <= a.scoring.last_hidden(t.newest);
+    if (is_masked || a.k_scale || a.scoring.soft_cap)
+      finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, is_masked, position, last_visible, first_row, end_row,
+                    scores);
+    compute_weights(a.scoring.log2_scale(), first_row, end_row, scores, a.k_scale ? v_scale : nullptr, weights, state,
+                    head_sum_lanes, V);
 
-    int lo = b.lo / TOGETHER * TOGETHER, hi = (b.hi + TOGETHER - 1) / TOGETHER * TOGETHER;
+    int begin = b.begin / KEY_STEP * KEY_STEP, end = (b.end + KEY_STEP - 1) / KEY_STEP * KEY_STEP;
     const Page* value[BLOCK];
-    std::fill(value + lo, value + hi, nothing);
-    for (int j = b.lo; j < b.hi; ++j) value[j] = value_at(b.slot[j], head);
-    bool direct = a.V == V && (stop - from <= 2 * ROWS || sizeof(Page) == 4);
-    for (int64_t at = 0; at < V; at += COLS * W) {
-      int64_t vectors = std::min<int64_t>(COLS, (V - at) / W);
-      const Wide* widened[BLOCK];
-      int64_t size = std::min(a.V - at, vectors * W);
-      for (int j = lo; !direct && j < hi; j += TOGETHER)
-        widened[j] = widened[j + TOGETHER - 1] = widen_values(value + j, at, size, wide + j / TOGETHER * COLS * W);
-      each_rows(from, stop, [&](int64_t r, auto count) {
-        constexpr int COUNT = decltype(count)::value, STEP = UNIT<Page> / W;
-        const Weight* row = weights + r * BLOCK;
-        float* out = sums.out + r * V + at;
-        if (direct)
-          mix_any<COUNT, STEP>(vectors, row, value, at, lo, hi, out, V, ahead);
+    std::fill(value + begin, value + end, zero_value);
+    for (int j = b.begin; j < b.end; ++j) value[j] = value_address(b.slot[j], head);
+    bool reads_pages = a.V == V && (end_row - first_row <= 2 * TILE_ROWS || sizeof(Page) == 4);
+    for (int64_t dim = 0; dim < V; dim += TILE_VECTORS * W) {
+      int64_t num_vectors = std::min<int64_t>(TILE_VECTORS, (V - dim) / W);
+      const Value* converted_value[BLOCK];
+      int64_t size = std::min(a.V - dim, num_vectors * W);
+      for (int j = begin; !reads_pages && j < end; j += KEY_STEP)
+        converted_value[j] = converted_value[j + KEY_STEP - 1] =
+            convert_values(value + j, dim, size, converted + j / KEY_STEP * TILE_VECTORS * W);
+      for_each_row_tile(first_row, end_row, [&](int64_t r, auto count) {
+        constexpr int COUNT = decltype(count)::value, STEP = VALUE_STEP<Page> / W;
+        const Weight* row_weights = weights + r * BLOCK;
+        float* out = state.values + r * V + dim;
+        if (reads_pages)
+          dispatch_values<COUNT, STEP>(num_vectors, row_weights, value, dim, begin, end, out, V, prefetcher);
         else
-          mix_any<COUNT, STEP>(vectors, row, widened, 0, lo, hi, out, V, ahead);
+          dispatch_values<COUNT, STEP>(num_vectors, row_weights, converted_value, 0, begin, end, out, V, prefetcher);
       });
     }
   }
 
-  // The products of rows and a block's keys, which lie as Y.
+  // Products of rows and a block's transposed keys of type Y.
   template <typename Y>
-  void score(const Block& b, int64_t from, int64_t stop, const Query<Y>* q, const uint32_t* keys, Ahead& ahead) {
-    auto at = [&](int g) { return keys + g * W * H / (4 / sizeof(Y)); };
-    each_rows(from, stop, [&](int64_t r, auto count) {
+  void compute_scores(const KeyBlock& b, int64_t first_row, int64_t end_row, const Query<Y>* head_q,
+                      const uint32_t* keys, Prefetcher& prefetcher) {
+    auto vector_keys = [&](int g) { return keys + g * W * H / (4 / sizeof(Y)); };
+    for_each_row_tile(first_row, end_row, [&](int64_t r, auto count) {
       constexpr int COUNT = decltype(count)::value;
-      float* to = s + r * BLOCK;
-      int g = b.first();
-      for (; g + COLS <= b.stop(); g += COLS) dots<Y, COUNT, COLS>(q + r * H, at(g), H, to + g * W, ahead);
-      for (; g < b.stop(); ++g) dots<Y, COUNT, 1>(q + r * H, at(g), H, to + g * W, ahead);
+      float* out = scores + r * BLOCK;
+      int g = b.first_vector();
+      for (; g + TILE_VECTORS <= b.end_vector(); g += TILE_VECTORS)
+        score_tile<Y, COUNT, TILE_VECTORS>(head_q + r * H, vector_keys(g), H, out + g * W, prefetcher);
+      for (; g < b.end_vector(); ++g)
+        score_tile<Y, COUNT, 1>(head_q + r * H, vector_keys(g), H, out + g * W, prefetcher);
     });
   }
 
-  // `size` values from the `at`-th on of the keys that are mixed together.
-  static const Wide* widen_values(const Page* const* value, int64_t at, int64_t size, Wide* to) {
-    constexpr int STEP = UNIT<Page>;
+  // Converts `size` dimensions, from `dim` on, of the values of KEY_STEP keys to float or to bfloat16 pairs.
+  static const Value* convert_values(const Page* const* value, int64_t dim, int64_t size, Value* out) {
+    constexpr int STEP = VALUE_STEP<Page>;
     for (int64_t i = 0; i < size; i += STEP) {
-      Page ends[TOGETHER][STEP / EACH<Page>] = {};
-      const Page* from[TOGETHER];
-      for (int k = 0; k < TOGETHER; ++k) {
-        from[k] = value[k] + (at + i) / EACH<Page>;
-        if (size - i < STEP) from[k] = copy_end(from[k], size - i, ends[k]);
+      Page tail[KEY_STEP][STEP / ELEMENT_DIMS<Page>] = {};
+      const Page* source[KEY_STEP];
+      for (int k = 0; k < KEY_STEP; ++k) {
+        source[k] = value[k] + (dim + i) / ELEMENT_DIMS<Page>;
+        if (size - i < STEP) source[k] = copy_tail(source[k], size - i, tail[k]);
       }
-      if constexpr (PAIRS<X>) {
+      if constexpr (USES_BF16_PAIRS<X>) {
         U v[STEP / W];
-        load_pairs(from[0], from[1], v);
-        std::memcpy(to + i, v, sizeof(v));
+        load_pairs(source[0], source[1], v);
+        std::memcpy(out + i, v, sizeof(v));
       } else {
         F v[STEP / W];
-        load_values(from[0], v);
-        std::memcpy(to + i, v, sizeof(v));
+        load_values(source[0], v);
+        std::memcpy(out + i, v, sizeof(v));
       }
     }
-    return to;
+    return out;
   }
 
-  static const Page* copy_end(const Page* from, int64_t size, Page* to) {
-    std::memcpy(to, from, size / EACH<Page> * sizeof(Page));
-    return to;
+  static const Page* copy_tail(const Page* in, int64_t size, Page* out) {
+    std::memcpy(out, in, size / ELEMENT_DIMS<Page> * sizeof(Page));
+    return out;
   }
 
-  void finish(const Tile& t, int64_t head, Sums sums) {
-    if constexpr (MAY_BE_WIDE<X>)
-      if (a.wide) finish(t, head, sums, static_cast<float*>(a.out));
-    if constexpr (MAY_BE_NARROW<Page, X>)
-      if (!a.wide) finish(t, head, sums, static_cast<uint16_t*>(a.out));
+  // Divides a head's sums by the sums of weights and writes the results.
+  void finish(const Tile& t, int64_t head, SoftmaxState state) {
+    if constexpr (ALLOWS_FLOAT32<X>)
+      if (a.is_float32) finish(t, head, state, static_cast<float*>(a.out));
+    if constexpr (ALLOWS_BF16<Page, X>)
+      if (!a.is_float32) finish(t, head, state, static_cast<uint16_t*>(a.out));
   }
 
   template <typename Y>
-  void finish(const Tile& t, int64_t head, Sums sums, Y* out) {
-    constexpr int STEP = UNIT<Page>;
+  void finish(const Tile& t, int64_t head, SoftmaxState state, Y* out) {
+    constexpr int STEP = VALUE_STEP<Page>;
     for (int64_t r = 0; r < R; ++r) {
-      float inverse = sums.total[r] == 0 ? 1 : 1 / sums.total[r];
+      float inverse = state.weight_sum[r] == 0 ? 1 : 1 / state.weight_sum[r];
       for (int64_t i = 0; i < a.V; i += STEP) {
-        F v[STEP / W];  // no negative zeros: a key that was not seen may have made one positive
-        for (int n = 0; n < STEP / W; ++n) v[n] = load(sums.out + r * V + i + n * W) * inverse + 0.0f;
-        store_results<Page>(out + place(t, head, r, a.V) + i, v, std::min<int64_t>(STEP, a.V - i));
+        F v[STEP / W];  // + 0.0f: adding zero weights turns negative zeros positive in some batches only
+        for (int n = 0; n < STEP / W; ++n) v[n] = load(state.values + r * V + i + n * W) * inverse + 0.0f;
+        store_results<Page>(out + row_index(t, head, r, a.V) + i, v, std::min<int64_t>(STEP, a.V - i));
       }
     }
   }
 
-  const Call& a;
+  const AttentionCall& a;
   const Tile* tiles;
-  const int64_t H, V;  // dimensions of a key and floats of a value, filled up
-  int64_t R;
+  const int64_t H, V;  // padded dimensions of keys and values
+  int64_t R;           // rows of the tile times query heads per KV head
   Query<X>* q;
-  Key *rows, *zeros;
+  Key *key_rows, *zero_key;
   Weight* weights;
-  Wide* wide;
-  const Page* nothing;  // values of a key that no row sees
-  float *s, *totals, *k_scale, *v_scale, *part, *whole, *line = nullptr, *unpaired = nullptr;
+  Value* converted;
+  const Page* zero_value;  // for keys that no row sees
+  float *scores, *weight_sum_lanes, *k_scale, *v_scale, *split_states, *total_states, *q_row = nullptr,
+      *unpacked = nullptr;
   uint32_t *keys, *codes = nullptr;
-  int32_t *position, *sees;
+  int32_t *position, *last_visible;
 };
 
-// Append, then attend. `spread(chunks, run)` calls run(0) .. run(chunks - 1), on up to `threads` threads.
-template <typename Page, typename X, typename Spread>
-void attend(const Call& a, int64_t threads, const Spread& spread) {
-  if constexpr (MAY_BE_WIDE<X>)
-    if (a.k && a.wide) append<Page, float>(a, spread);
-  if constexpr (MAY_BE_NARROW<Page, X>)
-    if (a.k && !a.wide) append<Page, uint16_t>(a, spread);
-  int64_t used = a.starts[a.B] * a.N * a.V, size = a.wide ? 4 : 2;
-  char* results = static_cast<char*>(a.out);
-  std::fill(results + used * size, results + a.T * a.N * a.V * size, 0);
+// Appends the new keys and values, then computes attention. `run_parallel(chunks, run)` calls run(0) .. run(chunks - 1)
+// on up to `num_threads` threads.
+template <typename Page, typename X, typename RunParallel>
+void attend(const AttentionCall& a, int64_t num_threads, const RunParallel& run_parallel) {
+  if constexpr (ALLOWS_FLOAT32<X>)
+    if (a.k && a.is_float32) append<Page, float>(a, run_parallel);
+  if constexpr (ALLOWS_BF16<Page, X>)
+    if (a.k && !a.is_float32) append<Page, uint16_t>(a, run_parallel);
+  int64_t used = a.starts[a.B] * a.N * a.V, value_bytes = a.is_float32 ? 4 : 2;
+  char* out = static_cast<char*>(a.out);
+  std::fill(out + used * value_bytes, out + a.T * a.N * a.V * value_bytes, 0);
 
-  int64_t most = std::max<int64_t>(1, TILE / a.G()), total = 0;
+  int64_t tile_rows = std::max<int64_t>(1, TILE_SIZE / a.G()), total_cost = 0;
   std::vector<Tile> tiles;
-  auto cost = [&](const Tile& t, int64_t keys) { return std::max<int64_t>(keys, 1) * (t.rows * a.G() + ROWS); };
+  auto cost = [&](const Tile& t, int64_t num_keys) {
+    return std::max<int64_t>(num_keys, 1) * (t.num_rows * a.G() + TILE_ROWS);
+  };
   for (int64_t b = 0; b < a.B; ++b)
-    for (int64_t row = a.starts[b]; row < a.starts[b + 1]; row += most) {
-      Tile t{b, row, std::min(most, a.starts[b + 1] - row), 0, 0, 0, 0, 0, nullptr};
-      auto ends = std::minmax_element(a.positions + row, a.positions + row + t.rows);
-      t.oldest = *ends.first, t.newest = *ends.second, t.sees = a.seen_by(b, t.oldest);
-      t.first = std::max<int64_t>(0, a.scoring.hidden(t.oldest) + 1);
-      t.last = std::min(a.seen_by(b, t.newest), a.M * a.S - 1);
-      total += cost(t, t.last - t.first + 1) * a.K;
+    for (int64_t row = a.starts[b]; row < a.starts[b + 1]; row += tile_rows) {
+      Tile t{b, row, std::min(tile_rows, a.starts[b + 1] - row), 0, 0, 0, 0, 0, nullptr};
+      auto range = std::minmax_element(a.positions + row, a.positions + row + t.num_rows);
+      t.oldest = *range.first, t.newest = *range.second, t.oldest_sees = a.last_visible(b, t.oldest);
+      t.first_key = std::max<int64_t>(0, a.scoring.last_hidden(t.oldest) + 1);
+      t.last_key = std::min(a.last_visible(b, t.newest), a.M * a.S - 1);
+      total_cost += cost(t, t.last_key - t.first_key + 1) * a.K;
       tiles.push_back(t);
     }
 
-  int64_t share = std::max(total / (threads * ITEMS), WORTH), bytes = BLOCK * (a.H + a.V) * sizeof(Page) / EACH<Page>;
-  std::vector<Item> items;
+  int64_t item_cost = std::max(total_cost / (num_threads * ITEMS_PER_THREAD), MIN_ITEM_COST);
+  int64_t block_bytes = BLOCK * (a.H + a.V) * sizeof(Page) / ELEMENT_DIMS<Page>;
+  std::vector<WorkItem> items;
   std::vector<std::vector<float>> partials;
   for (size_t i = 0; i < tiles.size(); ++i) {
     Tile& t = tiles[i];
-    int64_t tile = static_cast<int64_t>(i), one = cost(t, t.last - t.first + 1);
-    int64_t begin = t.first / BLOCK, end = t.last < t.first ? begin : t.last / BLOCK + 1;
-    if (threads > 1 && one > share && t.pieces() > 1) {
-      partials.emplace_back(t.pieces() * a.K * Sums::size(t.rows * a.G(), Worker<Page, X>::width(a)));
+    int64_t tile = static_cast<int64_t>(i), head_cost = cost(t, t.last_key - t.first_key + 1);
+    int64_t begin = t.first_key / BLOCK, end = t.last_key < t.first_key ? begin : t.last_key / BLOCK + 1;
+    if (num_threads > 1 && head_cost > item_cost && t.num_splits() > 1) {
+      partials.emplace_back(t.num_splits() * a.K *
+                            SoftmaxState::size(t.num_rows * a.G(), Worker<Page, X>::padded_width(a)));
       t.partial = partials.back().data();
       for (int64_t k = 0; k < a.K; ++k)
-        for (int64_t p = begin / PER_PIECE * PER_PIECE; p < end; p += PER_PIECE)
-          items.push_back({tile, k, 1, std::max(begin, p), std::min(end, p + PER_PIECE), cost(t, PIECE), true});
+        for (int64_t b = begin / SPLIT_BLOCKS * SPLIT_BLOCKS; b < end; b += SPLIT_BLOCKS)
+          items.push_back({tile, k, 1, std::max(begin, b), std::min(end, b + SPLIT_BLOCKS), cost(t, SPLIT), true});
     } else {
-      int64_t heads = std::clamp<int64_t>(std::min(share / one, AHEAD / bytes), 1, a.K);
+      int64_t heads = std::clamp<int64_t>(std::min(item_cost / head_cost, MAX_BLOCK_BYTES / block_bytes), 1, a.K);
       for (int64_t k = 0; k < a.K; k += heads)
-        items.push_back({tile, k, std::min(heads, a.K - k), begin, end, one * heads, false});
+        items.push_back({tile, k, std::min(heads, a.K - k), begin, end, head_cost * heads, false});
     }
   }
-  std::sort(items.begin(), items.end(), [](const Item& x, const Item& y) {
-    return x.cost != y.cost ? x.cost > y.cost : x.tile != y.tile ? x.tile < y.tile : x.head < y.head;
+  std::sort(items.begin(), items.end(), [](const WorkItem& x, const WorkItem& y) {
+    return x.cost != y.cost ? x.cost > y.cost : x.tile != y.tile ? x.tile < y.tile : x.first_head < y.first_head;
   });
 
-  std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[tiles.size() * a.K]());
-  int64_t count = static_cast<int64_t>(items.size());
-  spread(count, [&](int64_t number) {
+  std::unique_ptr<std::atomic<int64_t>[]> splits_done(new std::atomic<int64_t>[tiles.size() * a.K]());
+  int64_t num_items = static_cast<int64_t>(items.size());
+  run_parallel(num_items, [&](int64_t index) {
     static thread_local Scratch scratch;
-    const Item& item = items[number];
-    const Item* next = number + threads < count ? &items[number + threads] : nullptr;
-    Worker<Page, X> worker(a, scratch, tiles.data(), item.heads, most * a.G());
-    worker.run(item, next && next->begin < next->end ? next : nullptr);
+    const WorkItem& item = items[index];
+    const WorkItem* next = index + num_threads < num_items ? &items[index + num_threads] : nullptr;
+    Worker<Page, X> worker(a, scratch, tiles.data(), item.num_heads, tile_rows * a.G());
+    worker.run(item, next && next->begin_block < next->end_block ? next : nullptr);
     const Tile& t = tiles[item.tile];
-    if (item.cut && done[item.tile * a.K + item.head].fetch_add(1, std::memory_order_acq_rel) == t.pieces() - 1)
-      worker.join(t, item.head);
+    if (item.is_split &&
+        splits_done[item.tile * a.K + item.first_head].fetch_add(1, std::memory_order_acq_rel) == t.num_splits() - 1)
+      worker.merge_splits(t, item.first_head);
   });
 }
 

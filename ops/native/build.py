@@ -82,8 +82,8 @@ TYPED_VARIANTS: dict[str, tuple[str, ...]] = {
     "attention_bf16_f32": ("attention.cc", "-DPAGE=uint16_t", "-DROW=float"),
     "attention_int8_bf16": ("attention.cc", "-DPAGE=int8_t", "-DROW=uint16_t"),
     "attention_int8_f32": ("attention.cc", "-DPAGE=int8_t", "-DROW=float"),
-    "attention_int4_bf16": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=uint16_t"),
-    "attention_int4_f32": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=float"),
+    "attention_int4_bf16": ("attention.cc", "-DPAGE=attention::Int4Pair", "-DROW=uint16_t"),
+    "attention_int4_f32": ("attention.cc", "-DPAGE=attention::Int4Pair", "-DROW=float"),
 }
 # Products of float32 activations without rounding.
 TYPED_VARIANTS |= {

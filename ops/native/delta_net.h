@@ -1,5 +1,6 @@
-// The gated delta rule: a head of a sequence is one task, or a part of its columns. The columns of a memory do not meet,
-// so each is computed by itself from the first row to the last, and no order of sums depends on who else is there.
+// Gated delta rule. A work item is up to COLUMNS columns of the memory of one head of one sequence. Columns do not
+// depend on each other: each is updated from the first row to the last in a fixed order, so results are
+// batch-invariant.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -9,89 +10,93 @@
 
 namespace quire::delta {
 
-constexpr int64_t COLUMNS = 2 * LANES;  // of a task
+constexpr int64_t COLUMNS = 2 * LANES;
 
-struct Work {
-  int64_t T, K, H, N, V, slots;
+// Arguments of the op, as in `quire.ops.delta_net`.
+struct DeltaCall {
+  int64_t T, K, H, N, V, num_slots;
   const float *q, *k, *v, *decay, *beta;
-  const int32_t *starts, *slot, *begins, *kept;
-  float *memory, *out;
-  bool corrects, by_key;  // by_key: each number of a key has a decay of its own
+  const int32_t *starts, *slots, *is_first_step, *num_kept;
+  float *memory, *out;  // memory: [num_slots, N, H, V]
+  bool corrects;        // whether the memory's prediction is subtracted from the value
+  bool by_key;          // whether each dimension of a key has its own decay
 };
 
-// Vectors of sixteen columns, or single ones where a head's size is no multiple of sixteen.
+// Columns are processed as Vec16, or one by one at the end if V is no multiple of sixteen.
 template <typename Vector>
-Vector get(const float* p) {
+Vector load_columns(const float* p) {
   return lanes<Vector>(p);
 }
 template <>
-inline f32x16 get(const float* p) {
+inline f32x16 load_columns(const float* p) {
   return load(p);
 }
 
 template <typename Vector>
-void put(float* p, Vector x) {
+void store_columns(float* p, Vector x) {
   std::memcpy(p, &x, sizeof(x));
 }
-inline void put(float* p, f32x16 x) { store(p, x); }
+inline void store_columns(float* p, f32x16 x) { store(p, x); }
 
-// One row of a head: `m` are the memory's columns, `V` numbers from one row of it to the next.
+// Updates COUNT vectors of columns of a head's memory with one row, and computes the row's output. `memory` points to
+// the first of these columns; consecutive rows of the memory are V floats apart.
 template <typename Vector, int COUNT>
-void row(const Work& w, int64_t t, int64_t n, int64_t column, float* m) {
-  const float* k = w.k + (t * w.K + n / (w.N / w.K)) * w.H;
-  const float* q = w.q + (t * w.K + n / (w.N / w.K)) * w.H;
-  const float* decay = w.decay + (t * w.N + n) * (w.by_key ? w.H : 1);
-  const float beta = w.beta[t * w.N + n];
+void update_row(const DeltaCall& a, int64_t t, int64_t n, int64_t column, float* memory) {
+  const float* k = a.k + (t * a.K + n / (a.N / a.K)) * a.H;
+  const float* q = a.q + (t * a.K + n / (a.N / a.K)) * a.H;
+  const float* decay = a.decay + (t * a.N + n) * (a.by_key ? a.H : 1);
+  const float beta = a.beta[t * a.N + n];
   constexpr int64_t SIZE = sizeof(Vector) / 4;
-  Vector said[COUNT] = {}, read[COUNT] = {}, error[COUNT];
-  for (int64_t h = 0; h < w.H; ++h)
+  Vector prediction[COUNT] = {}, output[COUNT] = {}, error[COUNT];
+  for (int64_t h = 0; h < a.H; ++h)
     for (int c = 0; c < COUNT; ++c) {
-      float* at = m + h * w.V + c * SIZE;
-      Vector faded = get<Vector>(at) * decay[w.by_key ? h : 0];
-      said[c] += faded * k[h];
-      put(at, faded);
+      float* address = memory + h * a.V + c * SIZE;
+      Vector decayed = load_columns<Vector>(address) * decay[a.by_key ? h : 0];
+      prediction[c] += decayed * k[h];
+      store_columns(address, decayed);
     }
   for (int c = 0; c < COUNT; ++c) {
-    error[c] = get<Vector>(w.v + (t * w.N + n) * w.V + column + c * SIZE);
-    error[c] = (w.corrects ? error[c] - said[c] : error[c]) * beta;
+    error[c] = load_columns<Vector>(a.v + (t * a.N + n) * a.V + column + c * SIZE);
+    error[c] = (a.corrects ? error[c] - prediction[c] : error[c]) * beta;
   }
-  for (int64_t h = 0; h < w.H; ++h)
+  for (int64_t h = 0; h < a.H; ++h)
     for (int c = 0; c < COUNT; ++c) {
-      float* at = m + h * w.V + c * SIZE;
-      Vector right = get<Vector>(at) + error[c] * k[h];
-      read[c] += right * q[h];
-      put(at, right);
+      float* address = memory + h * a.V + c * SIZE;
+      Vector updated = load_columns<Vector>(address) + error[c] * k[h];
+      output[c] += updated * q[h];
+      store_columns(address, updated);
     }
-  for (int c = 0; c < COUNT; ++c) put(w.out + (t * w.N + n) * w.V + column + c * SIZE, read[c]);
+  for (int c = 0; c < COUNT; ++c) store_columns(a.out + (t * a.N + n) * a.V + column + c * SIZE, output[c]);
 }
 
-inline void columns(const Work& w, int64_t t, int64_t n, int64_t first, int64_t count, float* m) {
-  int64_t at = 0;
-  for (; at + COLUMNS <= count; at += COLUMNS) row<f32x16, COLUMNS / LANES>(w, t, n, first + at, m + at);
-  for (; at + LANES <= count; at += LANES) row<f32x16, 1>(w, t, n, first + at, m + at);
-  for (; at < count; ++at) row<float, 1>(w, t, n, first + at, m + at);
+inline void update_columns(const DeltaCall& a, int64_t t, int64_t n, int64_t first, int64_t count, float* memory) {
+  int64_t c = 0;
+  for (; c + COLUMNS <= count; c += COLUMNS) update_row<f32x16, COLUMNS / LANES>(a, t, n, first + c, memory + c);
+  for (; c + LANES <= count; c += LANES) update_row<f32x16, 1>(a, t, n, first + c, memory + c);
+  for (; c < count; ++c) update_row<float, 1>(a, t, n, first + c, memory + c);
 }
 
-inline void task(const Work& w, int64_t b, int64_t n, int64_t first, int64_t count) {
-  int64_t slot = w.slot[b], start = w.starts[b], rows = w.starts[b + 1] - start;
-  if (slot < 0 || slot >= w.slots || rows <= 0) return;
-  float* memory = w.memory + (slot * w.N + n) * w.H * w.V + first;
-  if (w.begins[b])
-    for (int64_t h = 0; h < w.H; ++h) std::memset(memory + h * w.V, 0, count * sizeof(float));
-  int64_t kept = std::min<int64_t>(std::max(w.kept[b], 0), rows);
-  for (int64_t t = 0; t < kept; ++t) columns(w, start + t, n, first, count, memory);
-  if (kept == rows) return;
-  std::unique_ptr<float[]> copy(new float[w.H * w.V]);  // rows whose memory is not kept
-  for (int64_t h = 0; h < w.H; ++h) std::memcpy(&copy[h * w.V], memory + h * w.V, count * sizeof(float));
-  for (int64_t t = kept; t < rows; ++t) columns(w, start + t, n, first, count, copy.get());
+// Processes all rows of sequence b, for columns `first` to `first + count` of head n.
+inline void process_sequence(const DeltaCall& a, int64_t b, int64_t n, int64_t first, int64_t count) {
+  int64_t slot = a.slots[b], start = a.starts[b], num_rows = a.starts[b + 1] - start;
+  if (slot < 0 || slot >= a.num_slots || num_rows <= 0) return;
+  float* memory = a.memory + (slot * a.N + n) * a.H * a.V + first;
+  if (a.is_first_step[b])
+    for (int64_t h = 0; h < a.H; ++h) std::memset(memory + h * a.V, 0, count * sizeof(float));
+  int64_t num_kept = std::min<int64_t>(std::max(a.num_kept[b], 0), num_rows);
+  for (int64_t t = 0; t < num_kept; ++t) update_columns(a, start + t, n, first, count, memory);
+  if (num_kept == num_rows) return;
+  std::unique_ptr<float[]> copy(new float[a.H * a.V]);  // for rows whose memory is not kept, such as draft tokens
+  for (int64_t h = 0; h < a.H; ++h) std::memcpy(&copy[h * a.V], memory + h * a.V, count * sizeof(float));
+  for (int64_t t = num_kept; t < num_rows; ++t) update_columns(a, start + t, n, first, count, copy.get());
 }
 
-// The parts of a head, and one of the tasks of `B` sequences.
-inline int64_t parts(const Work& w) { return (w.V + COLUMNS - 1) / COLUMNS; }
+inline int64_t items_per_head(const DeltaCall& a) { return (a.V + COLUMNS - 1) / COLUMNS; }
 
-inline void chunk(const Work& w, int64_t number) {
-  int64_t part = number % parts(w), head = number / parts(w);
-  task(w, head / w.N, head % w.N, part * COLUMNS, std::min(COLUMNS, w.V - part * COLUMNS));
+// Processes one of the B * N * items_per_head work items.
+inline void process_item(const DeltaCall& a, int64_t index) {
+  int64_t item = index % items_per_head(a), head = index / items_per_head(a);
+  process_sequence(a, head / a.N, head % a.N, item * COLUMNS, std::min(COLUMNS, a.V - item * COLUMNS));
 }
 
 }  // namespace quire::delta

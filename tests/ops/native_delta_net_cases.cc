@@ -21,9 +21,10 @@ int main(int argc, char** argv) {
   int rounds = 10 * (argc > 1 ? std::atoi(argv[1]) : 20);
   for (int round = 0; round < rounds; ++round) {
     constexpr int64_t SIZES[] = {1, 5, 16, 33, 48, 80};
-    const int64_t K = 1 + below(2), N = K * (1 + below(3)), H = 1 + below(20), V = SIZES[below(6)], B = 3, slots = 4;
+    const int64_t B = 3, num_slots = 4;
+    const int64_t K = 1 + below(2), N = K * (1 + below(3)), H = 1 + below(20), V = SIZES[below(6)];
     const bool by_key = below(2), corrects = below(2);
-    std::vector<int32_t> starts{0}, slot{2, 0, static_cast<int32_t>(slots)}, is_first_step(B), num_kept(B);
+    std::vector<int32_t> starts{0}, slots{2, 0, static_cast<int32_t>(num_slots)}, is_first_step(B), num_kept(B);
     for (int64_t b = 0; b < B; ++b) {
       int64_t rows = below(6);
       starts.push_back(starts.back() + static_cast<int32_t>(rows));
@@ -33,21 +34,22 @@ int main(int argc, char** argv) {
     auto q = random_values(T * K * H, -1, 1), k = random_values(T * K * H, -0.3f, 0.3f);
     auto v = random_values(T * N * V, -1, 1);
     auto decay = random_values(T * N * (by_key ? H : 1), 0.5f, 1), beta = random_values(T * N, 0, 1);
-    auto memory = random_values(slots * N * H * V, -1, 1);
+    auto memory = random_values(num_slots * N * H * V, -1, 1);
     const auto old_memory = memory;
     std::vector<float> out(T * N * V);
-    delta::Work w{T, K, H, N, V, slots, q.data(), k.data(), v.data(), decay.data(), beta.data(), starts.data(),
-                  slot.data(), is_first_step.data(), num_kept.data(), memory.data(), out.data(), corrects, by_key};
+    delta::DeltaCall a{T, K, H, N, V, num_slots, q.data(), k.data(), v.data(), decay.data(), beta.data(), starts.data(),
+                       slots.data(), is_first_step.data(), num_kept.data(), memory.data(), out.data(), corrects,
+                       by_key};
     std::vector<std::thread> threads;
     for (int64_t thread_id = 0; thread_id < 3; ++thread_id)
       threads.emplace_back([&, thread_id] {
-        for (int64_t number = thread_id; number < B * N * delta::parts(w); number += 3) delta::chunk(w, number);
+        for (int64_t item = thread_id; item < B * N * delta::items_per_head(a); item += 3) delta::process_item(a, item);
       });
     for (auto& thread : threads) thread.join();
     for (int64_t b = 0; b < B; ++b)
-      for (int64_t n = 0; n < N && slot[b] < slots; ++n) {
+      for (int64_t n = 0; n < N && slots[b] < num_slots; ++n) {
         std::vector<double> m(H * V);
-        for (int64_t i = 0; i < H * V && !is_first_step[b]; ++i) m[i] = old_memory[(slot[b] * N + n) * H * V + i];
+        for (int64_t i = 0; i < H * V && !is_first_step[b]; ++i) m[i] = old_memory[(slots[b] * N + n) * H * V + i];
         for (int64_t t = starts[b]; t < starts[b + 1]; ++t)
           for (int64_t c = 0; c < V; ++c) {
             const int64_t g = (t * K + n / (N / K)) * H;
@@ -62,8 +64,8 @@ int main(int argc, char** argv) {
               return std::printf("round %d: row %d of head %d is wrong\n", round, int(t), int(n));
           }
       }
-    for (int64_t other_slot = 0; other_slot < slots; ++other_slot)
-      for (int64_t i = 0; i < N * H * V && other_slot != slot[0] && other_slot != slot[1]; ++i)
+    for (int64_t other_slot = 0; other_slot < num_slots; ++other_slot)
+      for (int64_t i = 0; i < N * H * V && other_slot != slots[0] && other_slot != slots[1]; ++i)
         if (memory[other_slot * N * H * V + i] != old_memory[other_slot * N * H * V + i])
           return std::printf("round %d: the memory of another slot has changed\n", round);
   }

@@ -17,7 +17,7 @@ int main() {
     const int64_t R = 3, B = 2, X = 4, V = SIZES[below(9)], K = std::min<int64_t>(20, V), L = 5;
     const int64_t J = 1 + below(4);
     std::vector<float> logits(R * V), bias(B * J * V);
-    std::vector<int32_t> bias_rows(R), drafted(R * J, -1), requested_ids(B * L);
+    std::vector<int32_t> bias_rows(R), drafted(R * J, -1), logprob_token_ids(B * L);
     std::vector<int32_t> counts(B * V), slots(R), positions(R), top_k(R), bans(R * X, -1), targets(R, -1);
     std::vector<uint32_t> seeds(2 * R);
     std::vector<float> temperature(R), top_p(R, 1), min_p(R), repetition(R, 1), presence(R), frequency(R);
@@ -25,7 +25,7 @@ int main() {
     for (auto& x : logits) x = normal(random) * 3;
     for (auto& x : bias) x = normal(random);
     for (auto& x : counts) x = static_cast<int32_t>(below(3));
-    for (auto& x : requested_ids) x = static_cast<int32_t>(below(V + 2)) - 1;
+    for (auto& x : logprob_token_ids) x = static_cast<int32_t>(below(V + 2)) - 1;
     for (int64_t i = 0; i < B * V; ++i) stop[i] = below(9) == 0, prompt[i] = coin();
     for (auto& x : seeds) x = random();
     bool is_plain = coin();
@@ -45,15 +45,15 @@ int main() {
       if (below(4) == 0) targets[r] = static_cast<int32_t>(below(V));
     }
     std::vector<int32_t> tokens(R), ranks(R), top_ids(R * K);
-    std::vector<float> logprobs(R), top_logprobs(R * K), requested_logprobs(R * L);
-    sampling::Call a{R, V, J, X, K, L, logits.data(), bias.data(), stop.get(), counts.data(), prompt.get(),
-                     requested_ids.data(), slots.data(),
-                     bias_rows.data(), drafted.data(), positions.data(), seeds.data(), temperature.data(), top_k.data(), top_p.data(), min_p.data(),
-                     repetition.data(), presence.data(), frequency.data(), flags.get() + R, bans.data(),
-                     targets.data(), flags.get() + 2 * R, flags.get(), tokens.data(), logprobs.data(), ranks.data(),
-                     top_ids.data(), top_logprobs.data(), requested_logprobs.data(), ok.get()};
+    std::vector<float> logprobs(R), top_logprobs(R * K), token_id_logprobs(R * L);
+    sampling::SamplingCall a{R, V, J, X, K, L, logits.data(), bias.data(), stop.get(), counts.data(), prompt.get(),
+                             logprob_token_ids.data(), slots.data(), bias_rows.data(), drafted.data(), positions.data(),
+                             seeds.data(), temperature.data(), top_k.data(), top_p.data(), min_p.data(),
+                             repetition.data(), presence.data(), frequency.data(), flags.get() + R, bans.data(),
+                             targets.data(), flags.get() + 2 * R, flags.get(), tokens.data(), logprobs.data(),
+                             ranks.data(), top_ids.data(), top_logprobs.data(), token_id_logprobs.data(), ok.get()};
     sampling::Scratch scratch;
-    for (int64_t r = 0; r < R; ++r) sampling::Row{a, r, scratch}.run(B);
+    for (int64_t r = 0; r < R; ++r) sampling::RowSampler{a, r, scratch}.run(B);
     for (int64_t r = 0; is_plain && r < R; ++r) {
       std::vector<float> sorted(logits.begin() + r * V, logits.begin() + (r + 1) * V);
       std::sort(sorted.begin(), sorted.end(), std::greater<float>());

@@ -6,8 +6,8 @@
 namespace quire {
 namespace {
 
-// Arrays: products (whose memory the results may reuse), rows, slots of rows, index of the matrix, down, up, DoRA gains,
-// bounds of the outputs' parts.
+// Arrays: products (whose memory the results may reuse), rows, slots of rows, index of the matrix, down, up, DoRA
+// gains, bounds of the outputs' parts.
 const char* adapter(const Call& call) {
   Buffer out = call.array(0), x = call.array(1), bounds = call.array(7);
   int64_t slot_matrix = call.array(3).data<int32_t>()[0], slot_matrices = call.attribute<int32_t>("stack");

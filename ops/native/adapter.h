@@ -22,8 +22,8 @@ F load_vector(const void* address, Count count) {
   }
 }
 
-// Calls run(k, vectors, count) for every V vectors from `begin` to `end`, then for each remaining vector and for the tail.
-// `count` is the number of values in a vector. Both are compile-time constants, except the count of the tail.
+// Calls run(k, vectors, count) for every V vectors from `begin` to `end`, then for each remaining vector and for the
+// tail. `count` is the number of values in a vector. Both are compile-time constants, except the count of the tail.
 template <int64_t V, typename Run>
 void for_each_block(int64_t begin, int64_t end, const Run& run) {
   constexpr std::integral_constant<int64_t, W> full;

@@ -1,4 +1,4 @@
-// Zeros that take memory only where they are written: the system maps a page at its first touch.
+// Arrays of zeros that take memory only when they are written to: the system maps a page at its first access.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -7,22 +7,23 @@
 namespace quire {
 namespace {
 
-// XLA's memory may have been used before. Linux takes its pages back and gives empty ones in their place.
-bool give_back(char* from, int64_t size) {
+// Releases pages, which XLA may have used before; Linux replaces them with zero pages. Returns whether that succeeded.
+bool release_pages(char* start, int64_t size) {
 #if defined(__linux__)
-  *from = 1;  // if it is still there, these pages are not the process's own
-  return !madvise(from, size, MADV_DONTNEED) && !*from;
+  *start = 1;  // remains if the mapping is not private anonymous memory
+  return !madvise(start, size, MADV_DONTNEED) && !*start;
 #else
   return false;
 #endif
 }
 
 void clear(char* begin, int64_t size) {
-  int64_t page = sysconf(_SC_PAGESIZE), before = -reinterpret_cast<intptr_t>(begin) & (page - 1);
-  int64_t whole = size > before ? (size - before) / page * page : 0;
-  if (whole && give_back(begin + before, whole)) {
-    std::memset(begin, 0, before);
-    std::memset(begin + before + whole, 0, size - before - whole);
+  int64_t page = sysconf(_SC_PAGESIZE);
+  int64_t head = -reinterpret_cast<intptr_t>(begin) & (page - 1);  // bytes before the first full page
+  int64_t page_bytes = size > head ? (size - head) / page * page : 0;
+  if (page_bytes && release_pages(begin + head, page_bytes)) {
+    std::memset(begin, 0, head);
+    std::memset(begin + head + page_bytes, 0, size - head - page_bytes);
   } else {
     std::memset(begin, 0, size);
   }

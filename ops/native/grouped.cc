@@ -1,5 +1,5 @@
-// Entries to the products with codes that have a scale per group of inputs. FORMAT is the format, CODES the element type of
-// its codes, SCALE the type of its scales and minimums.
+// Entries to the products with codes that have a scale per group of inputs. FORMAT is the format, CODES the element
+// type of its codes, SCALE the type of its scales and minimums.
 #include "rows.h"
 
 #if !defined(SCALE)

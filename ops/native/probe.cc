@@ -1,5 +1,5 @@
-// Whether the instructions that this was compiled for may be used. It is built and asked first: in a moment it is known
-// that there is a compiler that knows them, and that the system lends what they need.
+// Reports whether the instruction set that this file is compiled for may be used. It is built and called first: it
+// shows quickly that the compiler supports the instructions, and that the system permits them.
 #if defined(__AMX_TILE__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 
 extern "C" int quire_permitted() {
 #if defined(__AMX_TILE__)
-  // Linux lends the registers of tiles to a process that asks.
+  // Linux enables the tile registers for a process on request.
   return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 #else
   return 1;

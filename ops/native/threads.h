@@ -1,4 +1,5 @@
-// Work that is spread over XLA's own threads.
+// Parallel loops on XLA's threads: jobs whose chunks threads claim, a queue where helpers spin for the next job and
+// prefetch its weights, and a limit of the number of helpers on a busy machine.
 #pragma once
 
 #include <algorithm>
@@ -18,36 +19,36 @@ namespace quire {
 
 // Memory that a product reads once, from its beginning.
 struct Span {
-  const char* at = nullptr;
+  const char* data = nullptr;
   int64_t bytes = 0;
 };
 
 using Clock = std::chrono::steady_clock;
 
-// Chunks of work that threads claim one at a time.
+// A parallel loop: chunks of work that threads claim one at a time.
 struct Job {
-  std::atomic<int64_t> next{0}, done{0};
-  std::atomic<int64_t> room{0};     // for so many helpers more
-  std::atomic<int64_t> fetched{0};  // bytes of what comes after it that helpers have asked for
-  int64_t chunks;
-  bool early;  // whether a thread claims its next chunk before it does one: coarse work would end unevenly
+  std::atomic<int64_t> next_chunk{0}, num_done{0};
+  std::atomic<int64_t> helper_slots{0};      // helpers that may still join
+  std::atomic<int64_t> prefetched_bytes{0};  // of the next job's weights
+  int64_t num_chunks;
+  bool claims_early;  // whether a thread claims its next chunk before it runs one; coarse chunks would balance badly
   void (*run)(const void*, int64_t, int64_t);
-  const void* what;
-  Span reads;
+  const void* context;
+  Span weights;
 
-  int64_t claim() { return next.fetch_add(1, std::memory_order_relaxed); }
+  int64_t claim() { return next_chunk.fetch_add(1, std::memory_order_relaxed); }
 
-  // Does chunks until there are no more or it is so late; returns how many.
-  int64_t work(Clock::time_point until = Clock::time_point::max()) {
-    int64_t mine = 0;
-    for (int64_t chunk = claim(); chunk < chunks; ++mine) {
-      bool late = until < Clock::time_point::max() && until < Clock::now();
-      int64_t upcoming = early && !late ? claim() : chunks;
-      run(what, chunk, upcoming);
-      chunk = early || late ? upcoming : claim();
+  // Runs chunks until none is left or the deadline has passed; returns their number.
+  int64_t work(Clock::time_point deadline = Clock::time_point::max()) {
+    int64_t count = 0;
+    for (int64_t chunk = claim(); chunk < num_chunks; ++count) {
+      bool is_late = deadline < Clock::time_point::max() && deadline < Clock::now();
+      int64_t upcoming = claims_early && !is_late ? claim() : num_chunks;
+      run(context, chunk, upcoming);
+      chunk = claims_early || is_late ? upcoming : claim();
     }
-    if (mine) done.fetch_add(mine, std::memory_order_release);
-    return mine;
+    if (count) num_done.fetch_add(count, std::memory_order_release);
+    return count;
   }
 };
 
@@ -59,168 +60,183 @@ inline void pause() {
 #endif
 }
 
-// For a few instructions.
+// A spin lock for a few instructions.
 class Lock {
  public:
   void lock() {
-    while (busy.test_and_set(std::memory_order_acquire)) pause();
+    while (is_locked.test_and_set(std::memory_order_acquire)) pause();
   }
-  void unlock() { busy.clear(std::memory_order_release); }
+  void unlock() { is_locked.clear(std::memory_order_release); }
 
  private:
-  std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  std::atomic_flag is_locked = ATOMIC_FLAG_INIT;
 };
 
-// Where a helper that has finished waits a moment for the next job, and reads ahead for it.
+// A queue of one job. A helper that has finished a job spins here for the next one, and meanwhile prefetches its
+// weights.
 //
 //   caller   product ─┐ small operations, attention ┌─ product ─┐ ...      a step is dozens of products
 //   helper   product ─┴── next weights into cache ──┴─ product ─┴ ...      some ten to a hundred microseconds apart
 //
-// A thread that slept in between would take as long to wake, and memory would rest. Which weights come next is what
-// came next the last time; a wrong guess costs nothing but the reading.
-class Desk {
+// A thread that slept between jobs would take as long to wake up, and memory would be idle. The weights that followed
+// last time are expected to follow again; a wrong guess only costs memory reads.
+class HelperQueue {
  public:
-  // Offers a job to the threads that wait; returns how many do.
+  // Offers a job to the waiting helpers; returns their number.
   int64_t post(const std::shared_ptr<Job>& job) {
-    if (job->reads.at) remember(job->reads);
-    std::lock_guard<Lock> held(lock);
-    if (!waiting) return 0;
-    laid_out = job;
-    posted.fetch_add(1, std::memory_order_release);
-    return waiting;
+    if (job->weights.data) record_successor(job->weights);
+    std::lock_guard<Lock> guard(lock);
+    if (!num_waiting) return 0;
+    current_job = job;
+    num_posted.fetch_add(1, std::memory_order_release);
+    return num_waiting;
   }
 
+  // Works on a job and on those that follow, until no job comes within WAIT_TIME.
   void help(std::shared_ptr<Job> job) {
-    for (; job && job->room.fetch_sub(1, std::memory_order_relaxed) > 0; job = wait(*job)) job->work();
+    for (; job && job->helper_slots.fetch_sub(1, std::memory_order_relaxed) > 0; job = wait(*job)) job->work();
   }
 
  private:
-  struct Link {
-    std::atomic<const char*> from{nullptr}, to{nullptr};
+  // The weights that were used after other weights.
+  struct Successor {
+    std::atomic<const char*> previous{nullptr}, next{nullptr};
     std::atomic<int64_t> bytes{0};
   };
 
-  Link& after(const char* from) { return links[(reinterpret_cast<uintptr_t>(from) >> 6) % LINKS]; }
-
-  void remember(Span reads) {
-    const char* from = last.exchange(reads.at, std::memory_order_relaxed);
-    Link& link = after(from);
-    link.from = from, link.to = reads.at, link.bytes = reads.bytes;
+  Successor& successor(const char* data) {
+    return successors[(reinterpret_cast<uintptr_t>(data) >> 6) % NUM_SUCCESSORS];
   }
 
-  // The next job, or null where none comes.
-  std::shared_ptr<Job> wait(Job& before) {
-    Link& link = after(before.reads.at);
-    bool known = before.reads.at && link.from == before.reads.at;
-    const char* ahead = link.to;
-    int64_t stop = known ? std::min<int64_t>(link.bytes, AHEAD) : 0;
+  void record_successor(Span weights) {
+    const char* previous = last_weights.exchange(weights.data, std::memory_order_relaxed);
+    Successor& entry = successor(previous);
+    entry.previous = previous, entry.next = weights.data, entry.bytes = weights.bytes;
+  }
+
+  // Prefetches and waits for the next job; returns null if none comes.
+  std::shared_ptr<Job> wait(Job& previous_job) {
+    Successor& entry = successor(previous_job.weights.data);
+    bool is_known = previous_job.weights.data && entry.previous == previous_job.weights.data;
+    const char* weights = entry.next;
+    int64_t prefetch_end = is_known ? std::min<int64_t>(entry.bytes, MAX_PREFETCH) : 0;
     lock.lock();
-    int64_t seen = posted.load(std::memory_order_relaxed);
-    ++waiting;
+    int64_t posted_before = num_posted.load(std::memory_order_relaxed);
+    ++num_waiting;
     lock.unlock();
-    auto until = Clock::now() + PATIENCE;
-    while (posted.load(std::memory_order_acquire) == seen && Clock::now() < until) {
-      int64_t at = stop ? before.fetched.fetch_add(PIECE, std::memory_order_relaxed) : 0;
-      if (at >= stop) stop = 0, pause();
-      for (int64_t line = at; line < std::min(stop, at + PIECE); line += 64) __builtin_prefetch(ahead + line);
+    auto deadline = Clock::now() + WAIT_TIME;
+    while (num_posted.load(std::memory_order_acquire) == posted_before && Clock::now() < deadline) {
+      int64_t start =
+          prefetch_end ? previous_job.prefetched_bytes.fetch_add(PREFETCH_STEP, std::memory_order_relaxed) : 0;
+      if (start >= prefetch_end) prefetch_end = 0, pause();
+      for (int64_t line = start; line < std::min(prefetch_end, start + PREFETCH_STEP); line += 64)
+        __builtin_prefetch(weights + line);
     }
-    std::lock_guard<Lock> held(lock);
-    --waiting;
-    return posted.load(std::memory_order_relaxed) == seen ? nullptr : laid_out;
+    std::lock_guard<Lock> guard(lock);
+    --num_waiting;
+    return num_posted.load(std::memory_order_relaxed) == posted_before ? nullptr : current_job;
   }
 
-  static constexpr std::chrono::microseconds PATIENCE{100};
-  static constexpr int64_t AHEAD = 1 << 20;  // bytes, what a second-level cache holds
-  static constexpr int64_t PIECE = 1 << 10;  // between looks at what is laid out
-  static constexpr uintptr_t LINKS = 1021;
+  static constexpr std::chrono::microseconds WAIT_TIME{100};
+  static constexpr int64_t MAX_PREFETCH = 1 << 20;   // bytes, about a second-level cache
+  static constexpr int64_t PREFETCH_STEP = 1 << 10;  // bytes between checks for a job
+  static constexpr uintptr_t NUM_SUCCESSORS = 1021;
 
   Lock lock;
-  std::shared_ptr<Job> laid_out;
-  std::atomic<int64_t> posted{0};
-  int64_t waiting = 0;
-  std::atomic<const char*> last{nullptr};
-  Link links[LINKS];
+  std::shared_ptr<Job> current_job;
+  std::atomic<int64_t> num_posted{0};
+  int64_t num_waiting = 0;
+  std::atomic<const char*> last_weights{nullptr};
+  Successor successors[NUM_SUCCESSORS];
 };
 
-// One for all libraries of kernels: the linker makes them share what is inline and visible. It is never taken down, as
-// threads may still work while the process ends.
-__attribute__((visibility("default"))) inline Desk& desk = *new Desk;
+// The queue of all kernel libraries: the dynamic linker merges inline variables with default visibility. It is never
+// destroyed, since threads may still work while the process ends.
+__attribute__((visibility("default"))) inline HelperQueue& desk = *new HelperQueue;
 
-// How many helpers a job asks for. On a busy machine another process takes a helper's core amid a chunk, and the caller
-// waits for a slice of the scheduler's time, in which it could have done several jobs alone. Where such waits take more
-// than a part of the time, jobs begin with a helper less; and after a while, longer each time that was in vain, with one
-// more.
-class Company {
+// Limits the number of helpers of a job. On a busy machine the system preempts a helper in the middle of a chunk, and
+// the caller waits for a time slice, in which it could have done several jobs alone. If such waits exceed a fraction of
+// the time, jobs start with one helper less. One helper more is tried after a delay, which doubles if that fails soon.
+class HelperLimit {
  public:
-  int64_t of(int64_t helpers, Clock::time_point now) {
-    std::lock_guard<Lock> held(lock);
-    if (fewer && now > again) --fewer, again = now + rest, lost = {};
-    return std::max<int64_t>(helpers - fewer, 0);
+  // The number of helpers to ask for, of those that are available.
+  int64_t num_helpers(int64_t available, Clock::time_point now) {
+    std::lock_guard<Lock> guard(lock);
+    if (num_dropped && now > retry_time) --num_dropped, retry_time = now + retry_delay, excess_wait = {};
+    return std::max<int64_t>(available - num_dropped, 0);
   }
 
-  // A job with helpers began, the caller had no more to do at `idle`, after chunks of so long each, and it ended now.
-  void had(int64_t helpers, Clock::time_point began, Clock::time_point idle, Clock::time_point now, Clock::duration chunk) {
-    std::lock_guard<Lock> held(lock);
-    lost = std::max<Clock::duration>(lost - (now - began) / PART, {});
-    if (now - idle > std::max<Clock::duration>(LATE, 4 * chunk)) lost += now - idle;
-    if (lost < ENOUGH) return;
-    rest = now - again < RECENT ? std::min<Clock::duration>(2 * rest, MOST) : LEAST;
-    again = now + rest, lost = {};
-    if (fewer < helpers) ++fewer;
+  // Records a job that started with helpers at `start`, whose caller had run out of chunks at `idle_start`, and that
+  // ended at `now`. `chunk_time` is the mean time of a chunk.
+  void record_job(int64_t helpers, Clock::time_point start, Clock::time_point idle_start, Clock::time_point now,
+                  Clock::duration chunk_time) {
+    std::lock_guard<Lock> guard(lock);
+    excess_wait = std::max<Clock::duration>(excess_wait - (now - start) / WAIT_DIVISOR, {});
+    if (now - idle_start > std::max<Clock::duration>(LATE, 4 * chunk_time)) excess_wait += now - idle_start;
+    if (excess_wait < MAX_EXCESS_WAIT) return;
+    retry_delay = now - retry_time < RECENT ? std::min<Clock::duration>(2 * retry_delay, MAX_DELAY) : MIN_DELAY;
+    retry_time = now + retry_delay, excess_wait = {};
+    if (num_dropped < helpers) ++num_dropped;
   }
 
  private:
-  static constexpr int64_t PART = 8;
+  static constexpr int64_t WAIT_DIVISOR = 8;  // waits may take this part of the time
   static constexpr std::chrono::microseconds LATE{500};
-  static constexpr std::chrono::milliseconds ENOUGH{6}, LEAST{64}, MOST{512}, RECENT{3000};
+  static constexpr std::chrono::milliseconds MAX_EXCESS_WAIT{6}, MIN_DELAY{64}, MAX_DELAY{512}, RECENT{3000};
 
   Lock lock;
-  int64_t fewer = 0;
-  Clock::time_point again;         // when one more is tried
-  Clock::duration rest{}, lost{};  // how long until then, and what was waited beyond the part
+  int64_t num_dropped = 0;
+  Clock::time_point retry_time;  // when one more helper is tried
+  Clock::duration retry_delay{};
+  Clock::duration excess_wait{};  // waits beyond the allowed part of the time
 };
 
-__attribute__((visibility("default"))) inline Company& company = *new Company;
+__attribute__((visibility("default"))) inline HelperLimit& company = *new HelperLimit;
 
-constexpr std::chrono::milliseconds LONG{2};  // then a job asks for the helpers, too, that it began without
+constexpr std::chrono::milliseconds LONG_JOB{2};  // after this time a job asks for the helpers that it started without
 
-// Calls run(chunk) for every chunk, on the caller and on whatever threads of the pool are free. The caller can do them
-// all: it never waits for a helper that has not begun, for the pool's threads may all be parked in a collective of
-// another device. The pool is XLA's; tests bring one of their own.
+// Calls run(chunk), or run(chunk, upcoming chunk), for every chunk, on the caller and on free threads of the pool. The
+// caller never waits for a helper that has not started, since all threads of the pool may be blocked in a collective of
+// another device; so it may have to run all chunks. The pool is XLA's, except in tests.
 template <typename Pool, typename Run>
-void parallel(Pool& pool, int64_t chunks, const Run& run, Span reads = {}) {
-  // Through a pointer, so that the compiler makes one copy of the work.
-  constexpr bool EARLY = std::is_invocable_v<Run, int64_t, int64_t>;
-  auto call = [](const void* what, int64_t chunk, int64_t upcoming) {
-    const Run& run = *static_cast<const Run*>(what);
-    if constexpr (EARLY)
+void parallel(Pool& pool, int64_t chunks, const Run& run, Span weights = {}) {
+  // A function pointer, so that the compiler does not inline a copy of the work at each call.
+  constexpr bool CLAIMS_EARLY = std::is_invocable_v<Run, int64_t, int64_t>;
+  auto call = [](const void* context, int64_t chunk, int64_t upcoming) {
+    const Run& run = *static_cast<const Run*>(context);
+    if constexpr (CLAIMS_EARLY)
       run(chunk, upcoming);
     else
       run(chunk);
   };
-  int64_t helpers = std::min<int64_t>(chunks, pool.num_threads()) - 1;
-  if (helpers < 1) {
+  int64_t max_helpers = std::min<int64_t>(chunks, pool.num_threads()) - 1;
+  if (max_helpers < 1) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) call(&run, chunk, chunk + 1);
     return;
   }
   auto job = std::make_shared<Job>();
-  job->chunks = chunks, job->early = EARLY, job->run = call, job->what = &run, job->reads = reads;
-  auto ask = [&](int64_t more) {
-    job->room.fetch_add(more, std::memory_order_relaxed);
-    for (int64_t there = desk.post(job); there < more; ++there) pool.Schedule([job] { desk.help(job); });
+  job->num_chunks = chunks;
+  job->claims_early = CLAIMS_EARLY;
+  job->run = call;
+  job->context = &run;
+  job->weights = weights;
+  auto request_helpers = [&](int64_t count) {
+    job->helper_slots.fetch_add(count, std::memory_order_relaxed);
+    for (int64_t waiting = desk.post(job); waiting < count; ++waiting) pool.Schedule([job] { desk.help(job); });
   };
-  Clock::time_point began = Clock::now();
-  int64_t first = company.of(helpers, began), mine = 0;
-  if (first) ask(first);
-  if (first < helpers) {
-    mine = job->work(began + LONG);
-    if (job->next.load(std::memory_order_relaxed) < chunks) ask(helpers - first);
+  Clock::time_point start = Clock::now();
+  int64_t num_helpers = company.num_helpers(max_helpers, start), num_own_chunks = 0;
+  if (num_helpers) request_helpers(num_helpers);
+  if (num_helpers < max_helpers) {
+    num_own_chunks = job->work(start + LONG_JOB);
+    if (job->next_chunk.load(std::memory_order_relaxed) < chunks) request_helpers(max_helpers - num_helpers);
   }
-  mine += job->work();
-  Clock::time_point idle = Clock::now();
-  for (int looks = 0; job->done.load(std::memory_order_acquire) < chunks; ++looks)
-    looks < 100 ? pause() : std::this_thread::yield();  // a helper whose core was taken away may need this one
-  if (mine && mine < chunks) company.had(helpers, began, idle, Clock::now(), (idle - began) / mine);
+  num_own_chunks += job->work();
+  Clock::time_point idle_start = Clock::now();
+  for (int polls = 0; job->num_done.load(std::memory_order_acquire) < chunks; ++polls)
+    polls < 100 ? pause() : std::this_thread::yield();  // a preempted helper may need this core
+  if (num_own_chunks && num_own_chunks < chunks)
+    company.record_job(max_helpers, start, idle_start, Clock::now(), (idle_start - start) / num_own_chunks);
 }
 
 }  // namespace quire

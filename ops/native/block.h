@@ -223,7 +223,7 @@ void decode_keys(const uint32_t* codes, int64_t num_words, uint32_t* out) {
   __m512i table = _mm512_broadcast_i64x4(table16);
 #endif
   for (int64_t i = 0; i < num_words; ++i) {
-    U word = lanes<U>(codes + i * W);
+    U word = load_as<U>(codes + i * W);
     for (int n = 0; n < (sizeof(X) == 4 ? 8 : 4); ++n, word >>= 4, out += W) {
       if constexpr (sizeof(X) == 4) {
         F values = decode_int4(word);
@@ -276,7 +276,7 @@ void score_tile(const Query<X>* q, const uint32_t* keys, int64_t H, float* s, Pr
   for (int64_t h = 0; h < H; h += STEP) {
     prefetcher.step();
     for (int n = 0; n < N; ++n) {
-      U words = lanes<U>(keys + (n * H + h) / STEP * W);
+      U words = load_as<U>(keys + (n * H + h) / STEP * W);
       for (int r = 0; r < R; ++r) sums[r][n] = dot<X>(sums[r][n], words, q + r * H + h);
     }
   }
@@ -297,7 +297,7 @@ constexpr bool UNPACKS_KEYS = sizeof(X) == 2 && !USES_BF16_PAIRS<X>;
 // Unpacks vectors of bfloat16 pairs to two vectors of floats each: the first of each pair, then the second.
 inline void unpack_pairs(const uint32_t* pair_vectors, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) {
-    U pairs = lanes<U>(pair_vectors + i * W);
+    U pairs = load_as<U>(pair_vectors + i * W);
     store(out + 2 * i * W, (F)(pairs << 16));
     store(out + (2 * i + 1) * W, (F)(pairs & 0xffff0000u));
   }
@@ -330,7 +330,7 @@ constexpr int VALUE_STEP = sizeof(X) == 2 || ELEMENT_DIMS<X> == 2 ? 2 * W : W;
 inline void load_values(const float* p, F* v) { v[0] = load(p); }
 inline void load_values(const int8_t* p, F* v) { v[0] = load_bytes(p); }
 inline void load_values(const uint16_t* p, F* v) {
-  U pairs = lanes<U>(p);
+  U pairs = load_as<U>(p);
   v[0] = (F)(pairs << 16);
   v[1] = (F)(pairs & 0xffff0000u);
 }
@@ -340,7 +340,7 @@ inline void load_values(const Int4Pair* p, F* v) {
 #elif defined(__AVX2__)
   U pairs = (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
-  U pairs = __builtin_convertvector(lanes<U8>(p), U);
+  U pairs = __builtin_convertvector(load_as<U8>(p), U);
 #endif
   v[0] = decode_int4(pairs);
   v[1] = decode_int4(pairs >> 4);
@@ -355,7 +355,7 @@ void load_pairs(const X* first, const X* second, U* pairs) {
   load_values(second, v[1]);
   for (int i = 0; i < VALUE_STEP<X> / W; ++i) pairs[i] = (U)v[0][i] >> 16 | ((U)v[1][i] & 0xffff0000u);
 }
-inline void load_pairs(const uint32_t* stored, const uint32_t*, U* pairs) { pairs[0] = lanes<U>(stored); }
+inline void load_pairs(const uint32_t* stored, const uint32_t*, U* pairs) { pairs[0] = load_as<U>(stored); }
 
 // Stores the first `n` of VALUE_STEP<X> results, restoring the order of dimensions from that of load_values.
 template <typename X, typename Y>

@@ -42,7 +42,7 @@ typedef int8_t I8 __attribute__((vector_size(W)));
 
 // Loads a vector from unaligned memory.
 template <typename Vector>
-Vector lanes(const void* p) {
+Vector load_as(const void* p) {
   Vector x;
   std::memcpy(&x, p, sizeof(x));
   return x;
@@ -114,7 +114,7 @@ inline U8 low_bytes(U x) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   __m256i packed = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));
   __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
-  return lanes<U8>(&bytes);
+  return load_as<U8>(&bytes);
 #else
   return __builtin_convertvector(x, U8);
 #endif
@@ -131,7 +131,7 @@ inline F dot_bf16_pair(F acc, U w, const uint16_t* x) {
 
 inline f32x16 load(const float* p) {
   f32x16 x;
-  UNROLL for (int i = 0; i < VECTORS; ++i) x.vector[i] = lanes<F>(p + i * W);
+  UNROLL for (int i = 0; i < VECTORS; ++i) x.vector[i] = load_as<F>(p + i * W);
   return x;
 }
 inline void store(float* p, f32x16 x) {
@@ -171,7 +171,7 @@ inline U16 float_to_bf16(F x) {
 
 inline f32x16 load_bf16(const uint16_t* p) {
   f32x16 x;
-  UNROLL for (int i = 0; i < VECTORS; ++i) x.vector[i] = bf16_to_float(lanes<U16>(p + i * W));
+  UNROLL for (int i = 0; i < VECTORS; ++i) x.vector[i] = bf16_to_float(load_as<U16>(p + i * W));
   return x;
 }
 inline void store_bf16(uint16_t* p, f32x16 x) {
@@ -189,7 +189,7 @@ inline F load_bytes(const int8_t* p) {
 #elif defined(__AVX2__)
   return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
 #else
-  return __builtin_convertvector(__builtin_convertvector(lanes<I8>(p), I), F);
+  return __builtin_convertvector(__builtin_convertvector(load_as<I8>(p), I), F);
 #endif
 }
 inline F load_bytes(const uint8_t* p) {
@@ -198,7 +198,7 @@ inline F load_bytes(const uint8_t* p) {
 #elif defined(__AVX2__)
   return (F)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
 #else
-  return __builtin_convertvector(lanes<U8>(p), F);
+  return __builtin_convertvector(load_as<U8>(p), F);
 #endif
 }
 

@@ -25,7 +25,7 @@ struct DeltaCall {
 // Columns are processed as Vec16, or one by one at the end if V is no multiple of sixteen.
 template <typename Vector>
 Vector load_columns(const float* p) {
-  return lanes<Vector>(p);
+  return load_as<Vector>(p);
 }
 template <>
 inline f32x16 load_columns(const float* p) {

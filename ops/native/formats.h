@@ -152,7 +152,7 @@ __attribute__((always_inline)) inline void accumulate_word(const Format& f, cons
                                                            const Panel& panel, F (&acc)[R][N][H]) {
   auto weight = [&](int n, int h) -> Weights {
     if constexpr (DEQUANTISED)
-      return lanes<Weights>(panel.dequantised + (n * K + k + i) * LANES + h * W);
+      return load_as<Weights>(panel.dequantised + (n * K + k + i) * LANES + h * W);
     else
       return f.decode(panel.block[n], K, k, h, i);
   };
@@ -265,7 +265,7 @@ struct F32 {
       if constexpr (can_prefetch(R * N * H)) prefetch_weights<N, 1>(*this, panel, K, k);
       UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int h = 0; h < H; ++h) {
-          F v = lanes<F>(w + (panel.block[n] * K + k) * LANES + h * W);
+          F v = load_as<F>(w + (panel.block[n] * K + k) * LANES + h * W);
           UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] += v * x[k * R + r];
         }
     }
@@ -290,7 +290,7 @@ struct Bf16 {
   const uint16_t* w;
 
   Weights decode(int64_t block, int64_t K, int64_t k, int h, int i) const {
-    return weights_from_bf16(lanes<U>(w + (block * K + k) * LANES + 2 * h * W), i);
+    return weights_from_bf16(load_as<U>(w + (block * K + k) * LANES + 2 * h * W), i);
   }
 
   f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }
@@ -326,7 +326,7 @@ struct Int8 {
     f32x16 sum;
     UNROLL for (int h = 0; h < H; ++h)
       sum.vector[h] =
-          __builtin_convertvector((I)sum_bits.vector[h] - lanes<I>(block_sum + h * W) * INT8_ROW_OFFSET, F);
+          __builtin_convertvector((I)sum_bits.vector[h] - load_as<I>(block_sum + h * W) * INT8_ROW_OFFSET, F);
     return sum * (load(scale + block * LANES) * row_scale[row]);
   }
 
@@ -339,7 +339,7 @@ struct Int8 {
       UNROLL for (int n = 0; n < N; ++n) {
         const int8_t* block_w = w + (panel.block[n] * K + k) * LANES;
         UNROLL for (int h = 0; h < H; ++h) {
-          U v = lanes<U>(block_w + 4 * h * W);
+          U v = load_as<U>(block_w + 4 * h * W);
           UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot_i8x4(acc[r][n][h], v, x + k * R + 4 * r);
         }
       }
@@ -357,7 +357,7 @@ inline Weights decode_int8(const int8_t* p, int i) {
   __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[1]));
   return (U)_mm512_cvtne2ps_pbh(high, low);
 #else
-  I pair = (I)zero_extend(lanes<U16>(p));
+  I pair = (I)zero_extend(load_as<U16>(p));
   return weights_from_floats(
       [&](int i) -> F { return __builtin_convertvector((i ? pair << 16 : pair << 24) >> 24, F); }, i);
 #endif
@@ -413,7 +413,7 @@ inline Weights decode_e4m3(const uint8_t* p, int i) {
   return (U)_mm512_ternarylogic_epi32(value, _mm512_slli_epi16(code, 8), _mm512_set1_epi16(-0x8000), 0xf8);
 #elif defined(__F16C__)
   // Moves the fields to their places in float16, whose exponent bias is larger by 8. Subnormals come out right too.
-  U16 pair = lanes<U16>(p);
+  U16 pair = load_as<U16>(p);
   U16 bits = i ? (pair & 0x8000) | (pair >> 1 & 0x3f80) : (pair & 0x80) << 8 | (pair & 0x7f) << 7;
 #if defined(__AVX512F__)
   return (F)_mm512_cvtph_ps((__m256i)bits);
@@ -421,7 +421,7 @@ inline Weights decode_e4m3(const uint8_t* p, int i) {
   return (F)_mm256_cvtph_ps((__m128i)bits);
 #endif
 #else
-  U pair = zero_extend(lanes<U16>(p));
+  U pair = zero_extend(load_as<U16>(p));
   auto decode = [&](int i) -> F {
     U code = pair >> (8 * i);
     U magnitude = code & 0x7fu;
@@ -442,7 +442,7 @@ inline F load_f16(const uint16_t* p) {
 #else
   // Subnormals are converted separately: shifted like the rest they would be subnormal float32, which XLA's threads
   // flush to zero.
-  U bits16 = zero_extend(lanes<U16>(p));
+  U bits16 = zero_extend(load_as<U16>(p));
   U magnitude = bits16 & 0x7fffu;
   F subnormal = __builtin_convertvector((I)magnitude, F) * 5.9604644775390625e-8f;  // 2^-24
   U bits = magnitude < 0x400u ? (U)subnormal : (magnitude << 13) + (112u << 23);
@@ -585,7 +585,7 @@ struct Packed4 : Code {
   static constexpr bool DEQUANTISES = HAS_FEW_REGISTERS && DOT_INPUTS == 1;
   static constexpr float UNIT = 1;
   static Weights decode(const Word* w, int64_t k, int h, int i) {
-    return Code::decode(lanes<U>(w + k / 8 * LANES + h * W), i);
+    return Code::decode(load_as<U>(w + k / 8 * LANES + h * W), i);
   }
 };
 
@@ -623,7 +623,7 @@ struct Packed6 {
     const int pair = DOT_INPUTS == 2 ? i : i / 2;
     const int half_shift = DOT_INPUTS == 2 || i % 2 ? 0 : 16;
     auto extract = [&](int word, int from_bit, uint32_t mask, int to_bit) {
-      return shift_left(lanes<U>(w + ((k >> 4) * 3 + word) * LANES + h * W), half_shift + to_bit - from_bit) &
+      return shift_left(load_as<U>(w + ((k >> 4) * 3 + word) * LANES + h * W), half_shift + to_bit - from_bit) &
              (mask << to_bit) * ONES;
     };
     if (pair < 6) return (Weights)(extract(pair / 2, pair % 2 * 6, 63, 0) | 0x4300 * ONES);
@@ -661,7 +661,7 @@ struct Packed5 {
   static Weights decode(const Word* w, int64_t k, int h, int i) {
     const int pair = DOT_INPUTS == 2 ? i : i / 2;
     const int half_shift = DOT_INPUTS == 2 || i % 2 ? 0 : 16;
-    auto word = [&](int n) { return lanes<U>(w + ((k >> 5) * 5 + n) * LANES + h * W); };
+    auto word = [&](int n) { return load_as<U>(w + ((k >> 5) * 5 + n) * LANES + h * W); };
     if (pair < 15) {
       const int right_shift = pair % 3 * 5 - half_shift;
       return decode_codes(right_shift < 0 ? word(pair / 3) << -right_shift : word(pair / 3) >> right_shift);
@@ -682,7 +682,7 @@ struct Float32Scale : OneLevelScale {
   using Stored = float;
   const Stored* values;
   explicit Float32Scale(const Stored* values) : values(values) {}
-  F at(int64_t index, F) const { return lanes<F>(values + index); }
+  F at(int64_t index, F) const { return load_as<F>(values + index); }
 };
 struct Float16Scale : OneLevelScale {
   using Stored = uint16_t;
@@ -694,7 +694,7 @@ struct E8m0Scale : OneLevelScale {  // the biased exponent of a power of two
   using Stored = uint8_t;
   const Stored* values;
   explicit E8m0Scale(const Stored* values) : values(values) {}
-  F at(int64_t index, F) const { return (F)(__builtin_convertvector(lanes<U8>(values + index), U) << 23); }
+  F at(int64_t index, F) const { return (F)(__builtin_convertvector(load_as<U8>(values + index), U) << 23); }
 };
 // As in GGUF's K-quants: an int8 per group, times a float16 per super-block of inputs, [O / 16, K / SUPER_BLOCK, 16].
 struct TwoLevelScale {

@@ -77,7 +77,7 @@ inline U look_up_bytes(U bytes, const uint8_t (&table)[16]) {
   uint8_t array[4 * W];
   std::memcpy(array, &bytes, sizeof(array));
   for (uint8_t& byte : array) byte = table[byte];
-  return lanes<U>(array);
+  return load_as<U>(array);
 #endif
 }
 
@@ -92,7 +92,7 @@ struct Packed4Bytes {
   static constexpr int64_t WORD_INPUTS = 8, BITS = 4;
   static constexpr uint8_t ORDER[WORD_INPUTS] = {0, 4, 1, 5, 2, 6, 3, 7};
   static U unpack(const Word* w, int h, int i) {
-    return Code::to_bytes(lanes<U>(w + h * W) >> (4 * i) & 0x0f0f0f0fu);
+    return Code::to_bytes(load_as<U>(w + h * W) >> (4 * i) & 0x0f0f0f0fu);
   }
 };
 struct Unsigned4Bytes : Packed4Bytes<Unsigned4Bytes> {
@@ -127,7 +127,7 @@ struct Unsigned5Bytes {
                                                  24, 26, 25, 27, 4,  10, 5,  11, 16, 22, 17, 23, 28, 30, 29, 31};
   static U unpack(const Word* w, int h, int i) {
     asm volatile("" : "+r"(w));  // makes the compiler reload words instead of keeping them in registers
-    auto word = [&](int n) { return lanes<U>(w + n * LANES + h * W); };
+    auto word = [&](int n) { return load_as<U>(w + n * LANES + h * W); };
     if (i < 5) return (word(i) & 0x001f001fu) | (word(i) << 3 & 0x1f001f00u);
     if (i < 7) return (word(2 * i - 10) >> 10 & 0x001f001fu) | (word(2 * i - 9) >> 2 & 0x1f001f00u);
     U bytes = word(4) >> 10 & 0x001f001fu;
@@ -144,7 +144,7 @@ struct Unsigned6Bytes {
   static constexpr float UNIT = 1;
   static constexpr uint8_t ORDER[WORD_INPUTS] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
   static U unpack(const Word* w, int h, int i) {
-    auto word = [&](int n) { return lanes<U>(w + n * LANES + h * W); };
+    auto word = [&](int n) { return load_as<U>(w + n * LANES + h * W); };
     if (i < 3) return (word(i) & 0x003f003fu) | (word(i) << 2 & 0x3f003f00u);
     U low_bits = (word(0) >> 12 & 0x000f000fu) | (word(1) >> 4 & 0x0f000f00u);
     return low_bits | (word(2) >> 8 & 0x00300030u) | (word(2) >> 2 & 0x30003000u);
@@ -160,8 +160,8 @@ struct SignedInt8Bytes {
   static constexpr uint8_t ORDER[WORD_INPUTS] = {0, 1, 2, 3, 4, 5, 6, 7};
   static U unpack(const Word* w, int h, int i) {
     const Word* pairs = w + 4 * i * LANES + 2 * h * W;
-    U first = zero_extend(lanes<U16>(pairs));
-    U second = zero_extend(lanes<U16>(pairs + 2 * LANES));
+    U first = zero_extend(load_as<U16>(pairs));
+    U second = zero_extend(load_as<U16>(pairs + 2 * LANES));
     return (first | second << 16) ^ 0x80808080u;
   }
 };

@@ -33,8 +33,8 @@ struct Row {
 
   // One machine vector.
   F load_vector(int64_t k) const {
-    if (is_float32) return lanes<F>(static_cast<const float*>(data) + k);
-    return bf16_to_float(lanes<U16>(static_cast<const uint16_t*>(data) + k));
+    if (is_float32) return load_as<F>(static_cast<const float*>(data) + k);
+    return bf16_to_float(load_as<U16>(static_cast<const uint16_t*>(data) + k));
   }
 
   struct Quantised {

@@ -51,17 +51,17 @@ struct Adapter {
   static constexpr int64_t CHUNK_OUTPUTS = 512;  // outputs of a chunk of work
 
   int64_t T, D, O;
-  const char* x;             // [T, D]
-  bool is_float32;           // whether x is float32; else bfloat16
-  const int32_t* slots;      // [T], the adapter of each row; num_slots for rows without one
+  const char* x;         // [T, D]
+  bool is_float32;       // whether x is float32; else bfloat16
+  const int32_t* slots;  // [T], the adapter of each row; num_slots for rows without one
   int64_t num_slots;
-  int64_t slot_matrices;     // matrices of a slot in the stacks
-  int64_t slot_matrix;       // index of the matrix to apply among those of a slot
-  Stack down, up;            // [D, num_parts * rank], [rank, O]
+  int64_t slot_matrices;   // matrices of a slot in the stacks
+  int64_t slot_matrix;     // index of the matrix to apply among those of a slot
+  Stack down, up;          // [D, num_parts * rank], [rank, O]
   const float* dora_gain;  // [matrix, O], times the product, added to it (DoRA)
-  const int32_t* bounds;     // [num_parts, 2], first output of each part and the one after its last
-  int64_t num_parts;         // parts of the outputs have separate `down` matrices, such as those of q, k and v
-  float* out;                // [T, O], the products; the results replace them
+  const int32_t* bounds;   // [num_parts, 2], first output of each part and the one after its last
+  int64_t num_parts;       // parts of the outputs have separate `down` matrices, such as those of q, k and v
+  float* out;              // [T, O], the products; the results replace them
 
   int64_t rank() const { return up.rows; }
   int64_t matrix(int64_t row) const { return slots[row] * slot_matrices + slot_matrix; }

@@ -25,17 +25,17 @@ namespace quire {
 namespace attention {
 
 constexpr int64_t SPLIT = 512, SPLIT_BLOCKS = SPLIT / BLOCK;
-constexpr int64_t TILE_SIZE = 96;                 // rows times query heads per KV head of a tile
-constexpr int64_t ITEMS_PER_THREAD = 8;           // for load balance
-constexpr int64_t MIN_ITEM_COST = 1 << 11;        // in keys times rows; smaller items are not split
-constexpr int64_t MAX_BLOCK_BYTES = 128 << 10;    // of keys and values, so that two blocks fit into the cache
+constexpr int64_t TILE_SIZE = 96;               // rows times query heads per KV head of a tile
+constexpr int64_t ITEMS_PER_THREAD = 8;         // for load balance
+constexpr int64_t MIN_ITEM_COST = 1 << 11;      // in keys times rows; smaller items are not split
+constexpr int64_t MAX_BLOCK_BYTES = 128 << 10;  // of keys and values, so that two blocks fit into the cache
 
 // Arguments of the op, with the shapes of `quire.ops.attention`. Pointers to arrays that are absent are null.
 struct AttentionCall {
   int64_t T, N, K, H, V, B, P, S, M;  // V: width of the values
   const void *q, *k, *v;
-  bool is_float32;                    // type of q, k, v and out; else bfloat16
-  void *k_pages, *v_pages;            // without v_pages the values are the first V dimensions of the keys
+  bool is_float32;          // type of q, k, v and out; else bfloat16
+  void *k_pages, *v_pages;  // without v_pages the values are the first V dimensions of the keys
   float *k_scale, *v_scale;
   const int32_t *positions, *starts, *tables, *slots;
   const float* sinks;
@@ -134,10 +134,10 @@ void append(const AttentionCall& a, const RunParallel& run_parallel) {
 // Rows of one sequence that are computed together, and the key positions that they see.
 struct Tile {
   int64_t sequence, first_row, num_rows;
-  int64_t oldest, newest;           // smallest and largest position of the rows
-  int64_t oldest_sees;              // last key that the oldest row sees
-  int64_t first_key, last_key;      // of all rows; last_key < first_key if there are none
-  float* partial;                   // softmax states [head][split], if the tile is split
+  int64_t oldest, newest;       // smallest and largest position of the rows
+  int64_t oldest_sees;          // last key that the oldest row sees
+  int64_t first_key, last_key;  // of all rows; last_key < first_key if there are none
+  float* partial;               // softmax states [head][split], if the tile is split
 
   int64_t num_splits() const { return last_key < first_key ? 0 : last_key / SPLIT - first_key / SPLIT + 1; }
 };

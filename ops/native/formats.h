@@ -245,14 +245,14 @@ inline I dot_i8x4(I acc, U w, const uint8_t* x) {
 // float32 weights and rows.
 struct F32 {
   using Weight = float;
-  using X = float;                              // type of a row's values
-  static constexpr bool ROUNDS_ROWS = false;    // whether rows are rounded to bfloat16
-  static constexpr bool DEQUANTISES = false;    // whether weights become float32 first where many rows use them
-  static constexpr int64_t BITS = 32;           // per weight
+  using X = float;                            // type of a row's values
+  static constexpr bool ROUNDS_ROWS = false;  // whether rows are rounded to bfloat16
+  static constexpr bool DEQUANTISES = false;  // whether panels are dequantised to float32 first for many rows
+  static constexpr int64_t BITS = 32;         // per weight
   static constexpr bool SUPPORTS_AMX = false;
-  static constexpr int64_t ROW_GROUP = 1;       // consecutive inputs of a row in the interleaved order
-  static constexpr int MAX_ROWS = TILE_ROWS;    // rows of the largest register tile
-  static constexpr int FULL_ROWS = TILE_ROWS;   // rows above which a tile has half the blocks, to avoid spills
+  static constexpr int64_t ROW_GROUP = 1;      // consecutive inputs of a row in the interleaved order
+  static constexpr int MAX_ROWS = TILE_ROWS;   // rows of the largest register tile
+  static constexpr int FULL_ROWS = TILE_ROWS;  // rows above which a tile has half the blocks, to avoid spills
   const float* w;
 
   f32x16 finish(f32x16 sum, int64_t, int64_t) const { return sum; }

@@ -24,9 +24,9 @@ struct Heads {
   int64_t q_heads, kv_heads;
   int64_t qkv_heads;  // heads of a row of `qkv`
   int64_t H;
-  bool is_float32;    // type of qkv, q, k and v; else bfloat16
-  const char* qkv;    // [T, qkv_heads, H]
-  int64_t pairs;      // rotated pairs of each head
+  bool is_float32;         // type of qkv, q, k and v; else bfloat16
+  const char* qkv;         // [T, qkv_heads, H]
+  int64_t pairs;           // rotated pairs of each head
   const float *cos, *sin;  // [T, pairs]
   HeadNorms norm;
   Norm q_norm, k_norm, v_norm;

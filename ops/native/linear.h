@@ -21,8 +21,8 @@ inline f32x16 activate(f32x16 x, int activation) {
 // output is activate(gate) * up.
 struct Output {
   void* y;
-  bool is_float32;     // else bfloat16
-  const float* bias;   // or null
+  bool is_float32;    // else bfloat16
+  const float* bias;  // or null
   int64_t O;
   int64_t num_blocks;  // of sixteen outputs; with an activation only of the gate, which as many up blocks follow
   int activation;
@@ -91,8 +91,7 @@ void dispatch_rows(const Format& f, const typename Format::X* x, int64_t row, in
   if constexpr (R > Format::FULL_ROWS)
     if (num_rows >= R) {
       // Two output blocks, or a gate block and its up block. One call serves both cases, since the compiler would
-      // inline a copy for each. `dequantised` has the order of the panel's blocks: it is set only if the panel has two
-      // blocks.
+      // inline a copy for each. `dequantised` is null here unless the panel has only two blocks, so its order is right.
       const int step = out.activation ? 1 : 2;
       const int second = out.activation ? TILE_BLOCKS / 2 : 1;
       for (int n = 0; n < num_outputs; n += step) {
@@ -106,7 +105,8 @@ void dispatch_rows(const Format& f, const typename Format::X* x, int64_t row, in
   if constexpr (R > 1) dispatch_rows<Format, R - 1>(f, x, row, num_rows, K, panel, num_outputs, out);
 }
 
-// Rows of a chunk of work: as many as fit into 256 KiB, to leave room for weights in the second-level cache.
+// Rows of a chunk of work: as many as fit into 256 KiB (but at least four tiles), which leaves room for weights in the
+// second-level cache.
 inline int64_t rows_per_chunk(int64_t row_bytes) {
   return std::max<int64_t>(4, (256 << 10) / row_bytes / MAX_TILE_ROWS) * MAX_TILE_ROWS;
 }

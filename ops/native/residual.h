@@ -9,9 +9,9 @@ namespace quire {
 
 struct Residual {
   int64_t D;
-  bool is_float32;       // type of all rows; else bfloat16
-  const char *x, *y;     // residual and block output [T, D]; y is null if nothing is added
-  Norm y_norm;           // of y, where `norms_y`
+  bool is_float32;    // type of all rows; else bfloat16
+  const char *x, *y;  // residual and block output [T, D]; y is null if nothing is added
+  Norm y_norm;        // of y, where `norms_y`
   Norm sum_norm;
   bool norms_y;
   char *sum, *norm;      // results [T, D]: x + y and its norm

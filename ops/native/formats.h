@@ -239,7 +239,7 @@ inline I dot_i8x4(I acc, U w, const uint8_t* x) {
 #endif
 
 // A format has these members: `multiply_tile` computes `out`, the sums of R rows from `row` on and of N blocks of the
-// panel; `finish` applies what is left to a row's sums of a block, such as scales; and constants that describe the
+// panel; `finish` applies the remaining factors, such as scales, to a row's sums of a block; constants describe the
 // format.
 
 // float32 weights and rows.

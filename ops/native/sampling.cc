@@ -7,7 +7,7 @@
 namespace quire {
 namespace {
 
-// Arrays: the logits, then the leaves of `SlotState` and `SamplingInputs` in their order. Results: those of `Sampled`.
+// Arrays: the logits, then the leaves of `SlotState` and `SamplingInputs` in their order. Results: the leaves of `Sampled`.
 const char* sample(const Call& call) {
   sampling::SamplingCall a{};
   Buffer logits = call.array(0), bias = call.array(1), logprob_token_ids = call.array(5), bans = call.array(19);

@@ -191,6 +191,7 @@ class HelperLimit {
   Clock::duration excess_wait{};  // waits beyond the allowed part of the time
 };
 
+// The limit of all kernel libraries, shared in the same way.
 __attribute__((visibility("default"))) inline HelperLimit& company = *new HelperLimit;
 
 constexpr std::chrono::milliseconds LONG_JOB{2};  // after this time a job asks for the helpers that it started without

@@ -1,5 +1,5 @@
 // Adapters of random sizes without XLA, in buffers of exact size: results are compared with loops in double precision,
-// and those of a row alone with those of the batch.
+// and the results of single rows with the results of the batch.
 #include <cmath>
 #include <cstdio>
 #include <random>

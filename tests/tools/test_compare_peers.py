@@ -24,7 +24,7 @@ from quire.model.checkpoint.loader import read_config
 from quire.scripts import collect_env
 from quire.scripts.bench import bandwidth
 from quire.tests.support.violations import require_none
-from tools.peers import checkpoint, compare, envs, quality, report, turns
+from tools.peers import checkpoint, compare, envs, quality, report, run_openvino, turns
 from tools.peers.loop import LoadSettings, TimedPrompt, TimedTokens, drive
 from tools.peers.work import FILE_WORKS, WORKS, Workload
 
@@ -329,6 +329,16 @@ def test_divergences_from_float32(file_bench, monkeypatch):
         "quire": pytest.approx(0, abs=1e-6), "vllm": pytest.approx(by_hand, rel=1e-6)
     }  # fmt: skip
     assert "scores: picky failed: score: ValueError: no scores" in notes
+
+
+def test_openvino_model_with_uncompressed_weights_is_an_error(tiny, tmp_path):
+    count = sum(t.size for t in load_file(tiny / "model.safetensors").values())
+    weights = tmp_path / "openvino_model.bin"
+    for bytes_per_weight, size in ((1, count), (2, 2 * count)):
+        weights.write_bytes(bytes(size))
+        run_openvino.require_compressed(tmp_path, tiny, bytes_per_weight)
+    with pytest.raises(RuntimeError, match="the exporter did not compress them"):
+        run_openvino.require_compressed(tmp_path, tiny, 1)
 
 
 def test_cold_start_has_an_empty_cache_folder(bench, monkeypatch):

@@ -4,6 +4,7 @@ its exporter.
 
 # pyright: reportMissingImports=false
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,6 @@ COMPRESSION = {
 
 
 def prepare(settings: LoadSettings) -> None:
-    from optimum.exporters.openvino import main_export
-    from optimum.intel import OVConfig, OVWeightQuantizationConfig
-
     if settings.drafts or settings.adapters:
         raise NotImplementedError("its drafts and adapters are not compared")
     if settings.weights not in COMPRESSION:
@@ -29,13 +27,43 @@ def prepare(settings: LoadSettings) -> None:
     if (folder / "done").is_file():
         return
     choice = COMPRESSION[settings.weights]
-    config = (
-        OVConfig(quantization_config=OVWeightQuantizationConfig(**choice))
-        if choice
-        else OVConfig(dtype="fp16")
-    )
-    main_export(settings.model, folder, task="text-generation-with-past", ov_config=config)
+    if choice is None:
+        from optimum.exporters.openvino import main_export
+        from optimum.intel import OVConfig
+
+        main_export(
+            settings.model,
+            folder,
+            task="text-generation-with-past",
+            ov_config=OVConfig(dtype="fp16"),
+        )
+    else:  # `main_export` does not quantise, even with a `quantization_config`
+        from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+        model = OVModelForCausalLM.from_pretrained(
+            settings.model,
+            export=True,
+            compile=False,
+            quantization_config=OVWeightQuantizationConfig(**choice),
+        )
+        model.save_pretrained(folder)
+    require_compressed(folder, Path(settings.model), 2 if choice is None else 1)
     (folder / "done").touch()
+
+
+def require_compressed(folder: Path, model: Path, bytes_per_weight: int) -> None:
+    """Raise an error if the exported weights are larger than they should be."""
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", "np") as file:
+        names = file.keys()
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    size = (folder / "openvino_model.bin").stat().st_size
+    if size > 1.1 * bytes_per_weight * count:
+        raise RuntimeError(
+            f"{folder} has {size} bytes of weights for {count} parameters, which is more than "
+            f"{bytes_per_weight} a parameter: the exporter did not compress them"
+        )
 
 
 def score(settings: LoadSettings, tokens: list[int]):

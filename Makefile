@@ -45,8 +45,8 @@ test: lint
 
 # The parts of a check, which CI runs side by side: TESTS are the folders or files of check-tests.
 TESTS :=
-check: lint
-	$(MAKE) check-clients
+check:
+	$(MAKE) -j 2 lint check-clients  # pyright uses one core
 	$(MAKE) check-tests
 	$(MAKE) check-parity
 	$(MAKE) real-small

@@ -300,14 +300,14 @@ def test_variants_are_built_in_parallel(small_sources, monkeypatch, tmp_path):
         (("bfloat16", "int8", ["int8"]), "attention_int8_bf16 int8 pack sampling"),
         (
             ("float32", "int8-weights", ["int8"]),
-            "attention_int8_f32 int8 int8_weights_f32 pack sampling",
+            "attention_int8_f32 int8_weights_f32 pack sampling",
         ),
         (
             ("bfloat16", None, ["uint8", "uint16"]),
             "attention_bf16 attention_int4_bf16 dense_bf16 pack sampling",
         ),
         (("bfloat16", None, ["float8_e4m3fn"]), "dense_bf16 pack sampling"),
-        (("bfloat16", "int4-64-zero", ["bfloat16"]), "attention_bf16 int4 int8 pack sampling"),
+        (("bfloat16", "int4-64-zero", ["bfloat16"]), "attention_bf16 int4 int8_weights pack sampling"),
         (
             ("bfloat16", "int8", ["int8"], (None,)),
             "attention_int8_bf16 dense_f32 int8 pack sampling",
@@ -322,7 +322,7 @@ def test_variants_are_built_in_parallel(small_sources, monkeypatch, tmp_path):
         ),
         (
             ("bfloat16", "int4-64", ["bfloat16"], (None, "mxfp4"), (), True),
-            "attention_bf16 dense_f32 int4_a8 int8 mxfp4_a8 pack sampling",
+            "attention_bf16 dense_f32 int4_a8 int8_weights mxfp4_a8 pack sampling",
         ),
         (
             ("float32", "int4-64", ["float32"], (None, "mxfp4"), ("int4-64", "k6-16"), True),

@@ -307,7 +307,10 @@ def test_variants_are_built_in_parallel(small_sources, monkeypatch, tmp_path):
             "attention_bf16 attention_int4_bf16 dense_bf16 pack sampling",
         ),
         (("bfloat16", None, ["float8_e4m3fn"]), "dense_bf16 pack sampling"),
-        (("bfloat16", "int4-64-zero", ["bfloat16"]), "attention_bf16 int4 int8_weights pack sampling"),
+        (
+            ("bfloat16", "int4-64-zero", ["bfloat16"]),
+            "attention_bf16 int4 int8_weights pack sampling",
+        ),
         (
             ("bfloat16", "int8", ["int8"], (None,)),
             "attention_int8_bf16 dense_f32 int8 pack sampling",

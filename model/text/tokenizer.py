@@ -228,7 +228,10 @@ class Tokenizer:
         )
 
     def max_characters(self, num_tokens: int) -> int:
-        """Maximum number of characters of a text that becomes `num_tokens` known tokens."""
+        """Maximum number of characters of a text that becomes `num_tokens` tokens.
+
+        None of them may be the unknown token, which stands for a word of any length.
+        """
         per_token = (
             self.longest_token if self.keeps_characters else CHARACTERS_DROPPED * self.longest_token
         )

@@ -30,15 +30,13 @@ FORMATS = {
 }
 
 
-ACTIVATIONS_ROUNDED = ("int8", "fp8")  # formats of weights and activations
-
-
 class Format(Protocol):
     """The interface of the modules of this package."""
 
     # description of the format's names for users; None if weights cannot be quantised to it
     CHOICES: str | None
-    # the format of the head (and of a tied embedding) of models in this format
+    # the format of the head (and of a tied embedding) of models in this format; a format that
+    # rounds activations is its own
     HEAD: str | None
     SPLITS: bool  # whether its arrays can be split over the devices of `tensor`
     STORED: dict[str, Scheme]  # the compressed-tensors description of each name with all options
@@ -156,9 +154,11 @@ def head_format(name: str | None) -> str | None:
 
     Activations of the head are rounded only if those of the layers are.
     """
-    if name is None or name in ACTIVATIONS_ROUNDED:
-        return name
-    return format_of(name)[0].HEAD
+    if name is None:
+        return None
+    module, _ = format_of(name)
+    scheme = module.STORED.get(name)
+    return name if scheme is not None and scheme.activations is not None else module.HEAD
 
 
 def kernels(name: str | None) -> tuple[str, ...]:

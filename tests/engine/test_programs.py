@@ -12,8 +12,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint.loader import family_for
+from quire.model.config import ModelError
 from quire.model.stored_format import StoredFormat
 from quire.ops import native
+from quire.serving import build
 from quire.serving.device import programs
 from quire.serving.device.programs import Call, Compiler, Describer, folder_of_programs
 from quire.serving.engine import runner
@@ -184,6 +186,14 @@ def test_program_key_covers_arguments_and_environment(programs_folder, monkeypat
     with jax.default_matmul_precision("highest"):
         compile_add(x, y)
     assert len(traced_names) == len(calls) + len(changes) + 2
+
+
+def test_missing_tokenizer_is_an_error_before_weights_are_loaded(tmp_path, monkeypatch):
+    """The tokenizer itself is read later, while programs compile."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
+    monkeypatch.setattr(build, "make_runner", lambda *_: pytest.fail("weights are loaded"))
+    with pytest.raises(ModelError, match="no tokenizer.json"):
+        LLM(str(tmp_path), load_format="dummy", max_model_len=64)
 
 
 def test_descriptions_include_fields_without_repr():

@@ -92,14 +92,20 @@ def main(
             console.print(f"failed: {error}")
     if install_only:
         raise typer.Exit(1 if failures else 0)
-    fit = [name for name in engines if not any(engine == name for _, engine in failures)]
+    failed_engines = {engine for _, engine in failures}
+    if gguf is not None and quality.REFERENCE in failed_engines:
+        raise SystemExit(f"--gguf needs {quality.REFERENCE}, which dequantises the file")
+    fit = [name for name in engines if name not in failed_engines]
     if gguf is None:
         shape = checkpoint.SIZES[size]
-        bench = random_model(shape, size, place, limit, works, fit)
+        bench = prepare_random_model(shape, size, place, limit, works, fit)
     else:
         shape = None
         size = gguf.stem
-        bench = file_model(gguf.resolve(), place, limit, works, fit)
+        try:
+            bench = prepare_file(gguf.resolve(), place, limit, works, fit)
+        except turns.EngineFailure as error:
+            raise SystemExit(f"{gguf} cannot be dequantised: {error}") from None
     divergences = (
         {}
         if shape is not None
@@ -137,7 +143,7 @@ def main(
         (out / f"{size}.md").write_text(report.markdown(comparison))
 
 
-def random_model(
+def prepare_random_model(
     shape: checkpoint.ModelShape,
     size: str,
     place: Path,
@@ -162,7 +168,7 @@ def random_model(
     return bench
 
 
-def file_model(
+def prepare_file(
     file: Path, place: Path, limit: float, works: Mapping[str, Workload], engines: list[str]
 ) -> turns.Bench:
     """Write the dequantised weights of a GGUF file, and for vLLM these in int4."""

@@ -27,31 +27,33 @@ def text_tokens(file: Path) -> list[int]:
 
 def measure(
     engines: list[str], work: Workload, bench: turns.Bench, note: Callable[[str], None]
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Mean KL divergence in nats of each engine from transformers in float32, which has the file's
-    dequantised weights. An engine that fails is left out.
+    dequantised weights. None if an engine, or the reference, fails.
     """
     tokens = text_tokens(Path(bench.settings.file))
     folder = bench.place / "scores"
     folder.mkdir(exist_ok=True)
     expected_TV = None
-    divergences = {}
-    for engine in [REFERENCE, *(name for name in engines if name != REFERENCE)]:
+    divergences: dict[str, float | None] = dict.fromkeys(
+        name for name in engines if name != REFERENCE
+    )
+    for engine in [REFERENCE, *divergences]:
         out = folder / f"{engine}.npy"
         try:
             turns.score(engine, work, tokens, out, bench)
         except turns.EngineFailure as error:
             note(f"scores: {engine} failed: {error}")
             if engine == REFERENCE:
-                return {}
+                return divergences
             continue
         logprobs_TV = np.load(out)
         out.unlink()
         if expected_TV is None:
             expected_TV = logprobs_TV
         else:
-            divergences[engine] = divergence(expected_TV, logprobs_TV)
-            note(f"{engine}: KL divergence {divergences[engine]:.2g}")
+            divergences[engine] = value = divergence(expected_TV, logprobs_TV)
+            note(f"{engine}: KL divergence {value:.2g}")
     return divergences
 
 

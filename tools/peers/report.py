@@ -199,7 +199,7 @@ def markdown(report: dict) -> str:
         unit = ", tokens/s" if is_rate else ""
         lines.append(f"| {work['title']}{unit} | {' | '.join(cells)} | {ratio} | {share} |")
     if not report["shape"]:
-        lines += file_rows(report, engines)
+        lines += memory_and_quality_rows(report, engines)
     lines += [
         "",
         (
@@ -219,8 +219,7 @@ def markdown(report: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def file_rows(report: dict, engines: list[str]) -> list[str]:
-    """Rows of memory and quality."""
+def memory_and_quality_rows(report: dict, engines: list[str]) -> list[str]:
     peaks = [
         max(
             (
@@ -234,7 +233,9 @@ def file_rows(report: dict, engines: list[str]) -> list[str]:
     ]
     memory = [f"{peak / 2**30:.2f}" if peak else "" for peak in peaks]
     divergences = [
-        text_or_empty(report["divergences"].get(engine), "{:.2g}".format) for engine in engines
+        text_or_empty(value, "{:.2g}".format) or "failed" * (engine in report["divergences"])
+        for engine in engines
+        for value in [report["divergences"].get(engine)]
     ]
     return [
         f"| peak resident memory over all of these, GiB | {' | '.join(memory)} | | |",

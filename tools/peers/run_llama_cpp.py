@@ -237,7 +237,7 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
 
 
 def score(settings: LoadSettings, tokens: list[int]) -> np.ndarray:
-    """Log-probabilities [T, V] of the next token after each token."""
+    """Logits [T, V] of the next token after each token."""
     llm = lib.Llama(
         settings.file,
         n_ctx=len(tokens),
@@ -247,9 +247,7 @@ def score(settings: LoadSettings, tokens: list[int]) -> np.ndarray:
         verbose=False,
     )
     llm.eval(tokens)
-    logits_TV = np.array(llm.scores[: len(tokens)], np.float64)
-    logits_TV -= logits_TV.max(-1, keepdims=True)
-    return logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
+    return llm.scores[: len(tokens)]
 
 
 def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt]):

@@ -64,11 +64,11 @@ def dequantise(settings: LoadSettings) -> None:
 
 
 def score(settings: LoadSettings, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities [T, V] of the next token after each token, in float32: the reference."""
+    """Logits [T, V] of the next token after each token, in float32: the reference."""
     torch.set_num_threads(settings.threads)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32).eval()
     with torch.inference_mode():
-        return torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1)
+        return model(torch.tensor([tokens])).logits[0]
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:

@@ -40,7 +40,7 @@ def score(settings: LoadSettings, tokens: list[int]):
     rows = []
     for start, end in zip(flat.start_indices[1:], flat.end_indices[1:], strict=True):
         token_ids = flat.token_ids[start:end]
-        row = np.empty(max(token_ids) + 1, np.float32)
+        row = np.full(max(token_ids) + 1, -np.inf, np.float32)
         row[token_ids] = flat.logprobs[start:end]
         rows.append(row)
     return np.stack(rows)

@@ -42,11 +42,17 @@ def reply(runner, state: dict, job: dict) -> dict:
         runner.dequantise(LoadSettings(**job["settings"]))
         return {}
     if job["op"] == "score":
-        logprobs_TV = runner.score(LoadSettings(**job["settings"]), job["tokens"])
-        np.save(job["out"], np.asarray(logprobs_TV, np.float32))
+        scores_TV = runner.score(LoadSettings(**job["settings"]), job["tokens"])
+        np.save(job["out"], log_softmax(np.asarray(scores_TV, np.float64)).astype(np.float32))
         return {}
     requests = [TimedPrompt(**request) for request in job["requests"]]
     return {"answers": [asdict(answer) for answer in state["serve"](requests)]}
+
+
+def log_softmax(scores_TV: np.ndarray) -> np.ndarray:
+    """Log-probabilities of logits; those of log-probabilities are the same."""
+    shifted_TV = scores_TV - scores_TV.max(-1, keepdims=True)
+    return shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))
 
 
 def main() -> None:

@@ -144,7 +144,14 @@ inline F dot_in_place(F acc, Weights w, const RowValue* x) {
 #endif
 }
 
-// Adds the products of the WORD_INPUTS inputs from k on to the accumulators, one step of DOT_INPUTS after the other for
+// The inputs that one call of `accumulate_word` multiplies: a word's, or a few dequantised ones, which need no unrolling
+// by words and compile in a fraction of the time.
+template <typename Format, bool DEQUANTISED>
+constexpr int64_t word_inputs() {
+  return DEQUANTISED && Format::WORD_INPUTS > 8 ? 8 : Format::WORD_INPUTS;
+}
+
+// Adds the products of the inputs of a word from k on to the accumulators, one step of DOT_INPUTS after the other for
 // all outputs, so that only one value of each row is in a register. Recursive, since the compiler unrolls a loop whose
 // iterations differ much too late to keep accumulators in registers.
 template <bool DEQUANTISED, int i = 0, typename Format, int R, int N>
@@ -171,7 +178,8 @@ __attribute__((always_inline)) inline void accumulate_word(const Format& f, cons
         UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot(acc[r][n][h], w, row(r));
       }
   }
-  if constexpr (i + 1 < Format::WORD_INPUTS / DOT_INPUTS) accumulate_word<DEQUANTISED, i + 1>(f, x, K, k, panel, acc);
+  if constexpr (i + 1 < word_inputs<Format, DEQUANTISED>() / DOT_INPUTS)
+    accumulate_word<DEQUANTISED, i + 1>(f, x, K, k, panel, acc);
 }
 
 // Dequantises a block of weights to float32, [input][16 outputs].
@@ -490,6 +498,18 @@ inline Weights look_up_codes(U v, int i, const TableEntry (&table)[16]) {
 // Value types of codes. `decode(codes, i)` gives value / UNIT + OFFSET. MIDPOINT is the implicit zero point: it is
 // subtracted from the value if the weight has neither zero points nor minimums.
 
+// Some decoders insert a code u below a constant exponent, which makes 128 + u. With rounded rows the offset of 128 is
+// subtracted from each group's sum. With float32 rows that would cost the sum four bits, so it is subtracted, together
+// with the midpoint, from each weight, which is exact.
+constexpr bool SHIFTS_CODES = ROUND_ROWS;
+template <typename Codes>
+inline Weights from_shifted(Weights shifted) {
+  if constexpr (SHIFTS_CODES)
+    return shifted;
+  else
+    return (Weights)((F)shifted - (Codes::MIDPOINT + 128));
+}
+
 // Unsigned 4-bit codes u: as u - 8 by a table, or as 128 + u by inserting u below a constant exponent.
 struct Unsigned4 {
   static constexpr float MIDPOINT = 8;
@@ -504,11 +524,11 @@ struct Unsigned4 {
     return look_up_codes(v, i, TABLE);
   }
 #else
-  static constexpr float OFFSET = 128;
+  static constexpr float OFFSET = SHIFTS_CODES ? 128 : -MIDPOINT;
   static Weights decode(U v, int i) {
     if (DOT_INPUTS == 2) return (Weights)((v >> (4 * i) & 0x000f000fu) | 0x43004300u);
     v = i % 2 ? v >> (i / 2 * 4) : v << (16 - i / 2 * 4);
-    return (Weights)((v & 0x000f0000u) | 0x43000000u);
+    return from_shifted<Unsigned4>((Weights)((v & 0x000f0000u) | 0x43000000u));
   }
 #endif
 };
@@ -608,13 +628,13 @@ struct Packed8 : Code {
 //          k4  k5   k6  k7   k14 k15, their low four bits
 //          k8  k9   k10 k11  the high two bits of k12 k13, then of k14 k15
 //
-// A code u is decoded as 128 + u, by inserting u below a constant exponent; bfloat16 represents it exactly.
+// Codes are decoded by `from_shifted`; bfloat16 represents 128 + u exactly.
 struct Packed6 {
   using Word = uint32_t;
   static constexpr int64_t WORD_INPUTS = 16, BITS = 6;
   static constexpr int FULL_ROWS = (TILE_ROWS + 2) / 3;  // decoding takes registers too
   static constexpr bool DEQUANTISES = DOT_INPUTS == 1;
-  static constexpr float UNIT = 1, OFFSET = 128, MIDPOINT = 32;
+  static constexpr float UNIT = 1, MIDPOINT = 32, OFFSET = SHIFTS_CODES ? 128 : -MIDPOINT;
 
   static U shift_left(U v, int count) { return count < 0 ? v >> -count : v << count; }
   static Weights decode(const Word* w, int64_t k, int h, int i) {
@@ -626,8 +646,9 @@ struct Packed6 {
       return shift_left(load_as<U>(w + ((k >> 4) * 3 + word) * LANES + h * W), half_shift + to_bit - from_bit) &
              (mask << to_bit) * ONES;
     };
-    if (pair < 6) return (Weights)(extract(pair / 2, pair % 2 * 6, 63, 0) | 0x4300 * ONES);
-    return (Weights)(extract(pair - 6, 12, 15, 0) | extract(2, 2 * pair, 3, 4) | 0x4300 * ONES);
+    U code = pair < 6 ? extract(pair / 2, pair % 2 * 6, 63, 0)
+                      : extract(pair - 6, 12, 15, 0) | extract(2, 2 * pair, 3, 4);
+    return from_shifted<Packed6>((Weights)(code | 0x4300 * ONES));
   }
 };
 
@@ -651,10 +672,10 @@ struct Packed5 {
     return (U)_mm512_permutexvar_epi16((__m512i)v, _mm512_load_si512(TABLE));
   }
 #else
-  static constexpr float OFFSET = 128;  // a code is inserted below a constant exponent
+  static constexpr float OFFSET = SHIFTS_CODES ? 128 : -MIDPOINT;
   static Weights decode_codes(U v) {
     constexpr uint32_t ONES = DOT_INPUTS == 2 ? 0x00010001 : 0x00010000;
-    return (Weights)((v & 31 * ONES) | 0x4300 * ONES);
+    return from_shifted<Packed5>((Weights)((v & 31 * ONES) | 0x4300 * ONES));
   }
 #endif
 
@@ -764,8 +785,9 @@ struct GroupQuantised {
     for (int64_t g = 0; g < num_groups; ++g) {
       load_super_scales(panel, num_groups, g, scale, minimum, super_scale, super_minimum);
       F acc[R][N][H] = {};
-      for (int64_t k = g * group_size; k < (g + 1) * group_size; k += WORD_INPUTS) {
-        if constexpr (can_prefetch(R * N * H)) prefetch_weights<N, WORD_INPUTS>(*this, panel, K, k);
+      constexpr int64_t STEP = word_inputs<GroupQuantised, DEQUANTISED>();
+      for (int64_t k = g * group_size; k < (g + 1) * group_size; k += STEP) {
+        if constexpr (can_prefetch(R * N * H)) prefetch_weights<N, STEP>(*this, panel, K, k);
         accumulate_word<DEQUANTISED>(*this, x + row * K, K, k, panel, acc);
       }
       UNROLL for (int n = 0; n < N; ++n)

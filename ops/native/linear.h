@@ -59,8 +59,9 @@ void multiply_rows(const Format& f, const typename Format::X* x, int64_t row, in
     }
     if (panel.dequantised) tile_panel.dequantised = panel.dequantised + first * K * LANES;
     F tile[R][TILE_N][H];
-    if (Format::DEQUANTISES && panel.dequantised)
-      f.template multiply_tile<R, TILE_N, Format::DEQUANTISES>(x, row, K, tile_panel, tile);
+    constexpr bool MAY_BE_DEQUANTISED = Format::DEQUANTISES && (HAS_FEW_REGISTERS || R <= TILE_ROWS);
+    if (MAY_BE_DEQUANTISED && panel.dequantised)
+      f.template multiply_tile<R, TILE_N, MAY_BE_DEQUANTISED>(x, row, K, tile_panel, tile);
     else
       f.template multiply_tile<R, TILE_N, false>(x, row, K, tile_panel, tile);
     for (int n = 0; n < TILE_N; ++n)

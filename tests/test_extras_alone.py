@@ -30,6 +30,7 @@ NEEDED_BY = {
     "cuda12": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
     "tpu": (("ops.attention.tpu",), ("jax.experimental.pallas.tpu",)),
     "convert": (("model.checkpoint.orbax",), ("orbax.checkpoint",)),
+    "images": (("model.images",), ("PIL.Image",)),
     "plots": (("scripts.bench",), ("matplotlib.pyplot",)),
     "train": (("scripts.train_heads",), ("optax", "orbax.checkpoint")),
     "otel": (

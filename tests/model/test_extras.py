@@ -56,7 +56,7 @@ def test_converted_folder_error_names_the_extra(monkeypatch, tmp_path):
 
 def test_test_extra_includes_all_other_extras():
     """The extras of JAX have the version range of Quire's JAX requirement."""
-    assert "quire[convert,plots,train]" in EXTRAS["test"]
+    assert "quire[convert,images,plots,train]" in EXTRAS["test"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (jax_requirement,) = [
         requirement for requirement in project["dependencies"] if requirement.startswith("jax")

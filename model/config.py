@@ -31,6 +31,8 @@ class Rope:
 
     inv_freq: tuple[float, ...]  # for each pair; 2 * len may be less than the head size
     factor: float = 1.0
+    # The position that turns each pair, where tokens have several: rows and columns of images.
+    axes: tuple[int, ...] = ()  # empty: all pairs turn by the position in the sequence
 
 
 @dataclass(frozen=True)

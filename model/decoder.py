@@ -15,7 +15,7 @@ from ..ops.moe.dispatch import mix_over
 from ..ops.moe.routing import RoutingRule, route
 from ..ops.norm import mean
 from ..ops.residual import Residual, add, add_and_norm, norm_alone
-from ..ops.rope import angles
+from ..ops.rope import angles, axis_positions
 from ..sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .config import Layer, Mlp, ModelConfig, Moe, Temperature
 from .mixers import LayerHooks, module_of
@@ -96,6 +96,7 @@ def run_layers(
     config: ModelConfig,
     hooks: LayerHooks,
     axes: DeviceAxes = ONE_DEVICE,
+    axis_positions_AT=None,
 ):
     """Run consecutive layers. Returns (x, cache).
 
@@ -108,6 +109,7 @@ def run_layers(
         config: The config of the whole model.
         hooks: How layers attend, recur and are observed.
         axes: The device axes.
+        axis_positions_AT: The positions of each axis, for rotary embeddings with several.
     """
     x_TD, per_layer_TLA = x
     rows = Residual(x_TD)
@@ -118,7 +120,12 @@ def run_layers(
     live_T = positions_T >= 0
     # Computed once per step and shared by the layers.
     ropes = {
-        rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)
+        rope: angles(
+            axis_positions(axis_positions_AT, rope.axes) if rope.axes else positions_T,
+            rope.inv_freq,
+            rope.factor,
+        )
+        for rope in distinct_ropes(config)
     }
     factors = {
         temperature: query_scale(positions_T, temperature)
@@ -161,6 +168,9 @@ def run_layers(
             if experts_TX is not None and hooks.record_experts is not None:
                 with jax.named_scope("mlp"):
                     cache = hooks.record_experts(index, experts_TX, cache)
+            added_TD = None if hooks.add_after is None else hooks.add_after(index)
+            if added_TD is not None:
+                rows = Residual(add(rows, eps) + added_TD)
             if hooks.observe is not None:
                 hooks.observe(index, add(rows, eps))
     return (add(rows, eps), per_layer_TLA), cache

@@ -5,9 +5,21 @@ import numpy as np
 
 
 def angles(positions_T, inv_freq, factor: float = 1.0):
-    """Cosines and sines of the rotation angles, each [T, pairs] in float32, times `factor`."""
-    phase = positions_T[:, None].astype(jnp.float32) * np.asarray(inv_freq, np.float32)
+    """Cosines and sines of the rotation angles, each [T, pairs] in float32, times `factor`.
+
+    Args:
+        positions_T: Positions, or [T, pairs] where pairs turn by different ones (`axis_positions`).
+        inv_freq: The frequency of each pair.
+        factor: Multiplies the results.
+    """
+    positions_TP = positions_T if positions_T.ndim == 2 else positions_T[:, None]
+    phase = positions_TP.astype(jnp.float32) * np.asarray(inv_freq, np.float32)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
+
+
+def axis_positions(positions_AT, axes: tuple[int, ...]):
+    """The position [T, pairs] that turns each pair, which is that of its axis."""
+    return positions_AT[np.asarray(axes)].T
 
 
 def rotate(x_TNH, cos_sin):

@@ -68,6 +68,8 @@ FAMILIES = {
     "qwen3_5_moe_text": ".qwen3_5",
     "qwen3_5_text": ".qwen3_5",
     "qwen3_moe": ".qwen3_moe",
+    "qwen3_vl": ".wrapper",
+    "qwen3_vl_text": ".qwen3_vl",
     "qwen3_next": ".qwen3_next",
     "roberta": ".bert",
     "seed_oss": ".seed_oss",

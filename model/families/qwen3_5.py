@@ -7,15 +7,20 @@ from ..config import Layer, Mlp, ModelConfig, Moe
 from . import qwen3_next
 from .common import Keys, model_config, model_sources
 
-SECTIONS = ("mrope_section", "mrope_interleaved")  # MRoPE keys; on text MRoPE equals RoPE
+SECTIONS = ("mrope_section", "mrope_interleaved")  # MRoPE keys
+
+
+def without_sections(hf: dict) -> dict:
+    """The config without the keys of MRoPE, which on text is RoPE."""
+    return hf | {
+        name: {key: value for key, value in hf[name].items() if key not in SECTIONS}
+        for name in ("rope_parameters", "rope_scaling")
+        if isinstance(hf.get(name), dict)
+    }
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    rope: Any = hf.get("rope_parameters") or {}
-    if isinstance(rope, dict):
-        hf = hf | {
-            "rope_parameters": {key: value for key, value in rope.items() if key not in SECTIONS}
-        }
+    hf = without_sections(hf)
     keys = Keys({"partial_rotary_factor": 0.25} | hf)
     keys.refuse("attn_output_gate", True)
     keys.refuse("mamba_ssm_dtype", "float32")

@@ -43,6 +43,7 @@ class LayerHooks:
         fetch_weights: `(number, weights, x) -> (weights, x)`. Brings a layer's weights to the
             device, one layer ahead; `number` counts the layers of this call.
         observe: `(index, x_TD) -> None`. Gets the output of each layer.
+        add_after: `(index) -> x_TD or None`. What is added to the output of a layer.
         share_trace: `(run) -> run`. May trace equal layers once; `run(index, weights, rows,
             per_layer_TA, cache)` is what a layer does.
     """
@@ -53,6 +54,7 @@ class LayerHooks:
     record_experts: Callable[..., Any] | None = None
     fetch_weights: Callable[..., Any] | None = None
     observe: Callable[[int, Any], None] | None = None
+    add_after: Callable[[int], Any] | None = None
     share_trace: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     def of_layer(self, index: int) -> "LayerHooks":

@@ -1,0 +1,40 @@
+"""What a vision tower computes."""
+
+from dataclasses import dataclass
+
+from ..config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Joins each square group of patches to one row of the decoder's width: a norm and an MLP."""
+
+    dim: int  # of the MLP's hidden layer
+    out: int  # the decoder's width
+    activation: str = "gelu"
+    joins_first: bool = False  # the norm is over the joined patches, not over each
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A vision tower. Tokens of `model` are patches, in the order in which the merger joins them:
+    group by group, row by row within a group.
+    """
+
+    family: str
+    model: ModelConfig  # the layers; their rotary embedding has two axes, row and column
+    patch: int  # side of a patch, in pixels
+    merge: int  # side of a group, in patches
+    positions_side: int  # side of the square of learned positions
+    merger: Merger
+    deepstack: tuple[int, ...] = ()  # layers whose output makes further rows
+    deepstack_merger: Merger | None = None
+
+    @property
+    def group(self) -> int:
+        """The number of patches that make up one row."""
+        return self.merge * self.merge
+
+    @property
+    def patch_values(self) -> int:
+        return self.patch * self.patch * 3

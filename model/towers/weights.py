@@ -1,0 +1,61 @@
+"""The weight tree of a vision tower: arrays, or `ArraySpec`s in the abstract tree."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...sharding import struct
+from ...sharding.spec import ArraySpec
+from ..matrix import matrix
+from ..weights import Array, LayerWeights, layer_spec, norm_of, vector
+from .config import Merger, Tower
+
+
+class MergerWeights(struct.PyTreeNode):
+    norm: Array
+    up_EF: Array
+    up_bias_F: Array
+    down_FD: Array
+    down_bias_D: Array
+
+
+class TowerWeights(struct.PyTreeNode):
+    patch_VD: Array  # V: the values of a patch, pixel by pixel
+    patch_bias_D: Array
+    position_embed_PD: Array
+    layers: tuple[LayerWeights, ...]
+    merger: Any  # MergerWeights
+    deepstack: tuple[MergerWeights, ...] = ()
+
+
+def abstract(tower: Tower) -> TowerWeights:
+    """The weight tree of a tower with an `ArraySpec` in place of each array."""
+    config = tower.model
+    D = config.dim
+    table_size = tower.positions_side**2
+    return TowerWeights(
+        patch_VD=matrix(config, (tower.patch_values,), (D,), (None, "embed")),
+        patch_bias_D=vector(D),
+        position_embed_PD=ArraySpec(
+            (table_size, D), jnp.dtype(config.dtype), (None, None), fan_in=D
+        ),
+        layers=tuple(layer_spec(config, layer) for layer in config.layers),
+        merger=merger_spec(tower, tower.merger),
+        deepstack=tuple(
+            merger_spec(tower, tower.deepstack_merger)
+            for _ in tower.deepstack
+            if tower.deepstack_merger is not None
+        ),
+    )
+
+
+def merger_spec(tower: Tower, merger: Merger) -> MergerWeights:
+    config = tower.model
+    E = tower.group * config.dim
+    return MergerWeights(
+        norm=norm_of(config, E if merger.joins_first else config.dim),
+        up_EF=matrix(config, (E,), (merger.dim,), ("embed", None)),
+        up_bias_F=vector(merger.dim),
+        down_FD=matrix(config, (merger.dim,), (merger.out,), (None, "embed")),
+        down_bias_D=vector(merger.out),
+    )

@@ -21,9 +21,10 @@ from .engine.beam_search import BeamSearchParams, Search, begin, likeliest, next
 from .engine.delivery import Inbox, Listener
 from .engine.engine import Engine
 from .engine.thread import EngineFailed, EngineThread
-from .llm import Arguments, close_at_exit, parse_prompt
+from .llm import Arguments, close_at_exit, parse_prompt, read_media
 from .observe.live_view import LiveView
 from .observe.metrics import Metrics
+from .request.media import PromptMedia
 from .request.request import Request
 from .resume import Streamed, resume
 
@@ -37,6 +38,7 @@ class EngineRequest(NamedTuple):
     request_options: RequestOptions = PLAIN
     pooling: Pooling | None = None  # set if hidden states are wanted instead of tokens
     second_start: int = FAR  # where the second text of a pair starts
+    media: PromptMedia | None = None  # the images among the tokens
 
 
 class Answers:
@@ -139,11 +141,12 @@ class AsyncLLM:
         request_options = await asyncio.to_thread(
             with_adapter, request_options, self.engine.adapters, lora_request
         )
+        tokens, media = await asyncio.to_thread(read_media, self.engine, tokens, prompt)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
         params = sampling_params or self.get_default_sampling_params()
         kind = getattr(params, "output_kind", None)  # the engine refuses other types
         read = Request.delta if kind is RequestOutputKind.DELTA else Request.output
-        requests = [EngineRequest(tokens, params, text, request_options)]
+        requests = [EngineRequest(tokens, params, text, request_options, media=media)]
         answers = await self.ask(
             [name], requests, read, at_end=kind is RequestOutputKind.FINAL_ONLY
         )
@@ -240,6 +243,7 @@ class AsyncLLM:
             ask.request_options,
             ask.pooling,
             ask.second_start,
+            ask.media,
         )
 
     async def call(self, job: Callable[[], Any]) -> Any:

@@ -22,9 +22,14 @@ from ..model.checkpoint.adapters import stack_rank
 from ..model.checkpoint.key_biases import skip_biased_layers
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
+from ..model.images.pixels import value_table
 from ..model.mixers.attention import SHIFT_POSITIONS
+from ..model.multimodal import Multimodal, with_axes
+from ..model.multimodal import read as read_multimodal
 from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer, find_tokenizer
+from ..model.towers import checkpoint as tower_checkpoint
+from ..model.towers.checkpoint import has_tower
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
@@ -40,6 +45,7 @@ from .cache.disk_cache import PAGE_FORMAT, DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
 from .defaults import generation_folder, model_defaults
+from .device.encode import MediaEncoder
 from .device.mesh import mesh_of, placement_of
 from .device.step_shape import Size, StepShape
 from .engine.cache_size import (
@@ -54,6 +60,7 @@ from .engine.cache_size import (
 )
 from .engine.engine import Engine
 from .engine.runner import Runner
+from .media_reader import MediaReader
 from .multihost.leader import Follower, Leader
 from .multihost.rendezvous import join
 from .observe.trace import Trace
@@ -63,6 +70,9 @@ from .speculative.on_device.loading import DraftSource, draft_folder, load_draft
 log = logging.getLogger("quire")
 
 SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
+MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}  # of an image at most, which its encoder computes at once
+STORE_ROWS = 8192  # of the device's media store
+MAX_IMAGES = 16  # of a prompt
 
 
 def make_engine(
@@ -81,6 +91,7 @@ def make_engine(
     trace = make_trace(options.trace)
     progress("reading config")
     config = config_of(folder, options)
+    multimodal = multimodal_of(folder, options)
     if config.file_format is not None:
         log.info("%s is a GGUF file in %s", options.model, config.file_format)
     if config.encodes and options.speculation is not None:
@@ -91,7 +102,7 @@ def make_engine(
     defaults = model_defaults(folder, options, config.max_len)
     read_tokenizer = tokenizer_reader(folder, options)
     with joined(options, folder, progress) as hosts:
-        built = make_runner(options, folder, config, hosts, progress, read_tokenizer)
+        built = make_runner(options, folder, config, hosts, progress, read_tokenizer, multimodal)
     runner = built.runner
     if isinstance(hosts, Leader):
         runner.leader = hosts
@@ -130,6 +141,7 @@ def make_engine(
         speculation=options.speculation,
         adapters=adapter_store(options, folder, runner.config),
         page_identity=built.page_identity,
+        media_reader=built.media_reader,
     )
     if trace is not None:
         engine.observers.append(trace)
@@ -197,6 +209,8 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
             f"{' or '.join(ACTIVATIONS)}"
         )
     config = replace(config, activation_dtype=options.activation_dtype)
+    if (multimodal := multimodal_of(folder, options)) is not None:
+        config = with_axes(config, multimodal)
     if options.load_format != "dummy":
         config = skip_biased_layers(folder, config)
     if config.encodes and config.classes is None and options.pooling is not None:
@@ -229,6 +243,7 @@ class Made(NamedTuple):
     max_len: int
     host_caches: list[HostCache | None]  # of each replica
     page_identity: Callable[[], tuple[bytes, bytes]]  # of the weights as they lie on disk now
+    media_reader: MediaReader | None = None
 
 
 def make_runner(
@@ -238,6 +253,7 @@ def make_runner(
     hosts: Leader | Follower | None = None,
     progress: Callable[[str], None] = lambda note: None,
     while_compiling: Callable[[], object] = lambda: None,
+    multimodal: Multimodal | None = None,
 ) -> Made:
     """Weights, state and compiled steps; of several processes each makes the same, with its own
     part in it.
@@ -245,6 +261,8 @@ def make_runner(
     sized = options.on(jax.default_backend())
     kernels = native.prepare((*kernels_of(config), *([ADAPTER] if options.enable_lora else ())))
     shape = step_shape(sized, config)
+    if multimodal is not None:
+        shape = replace(shape, media_axes=multimodal.num_axes)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     source = load_drafter(
@@ -284,6 +302,10 @@ def make_runner(
         make_host_cache(paged, options, len(num_pages), page_identity(), mesh, replica)
         for replica in replicas
     ]
+    media_encoder = media_reader = None
+    if multimodal is not None:
+        progress("loading the vision tower")
+        media_encoder, media_reader = media_of(folder, config, multimodal, max_len)
     runner = Runner(
         config,
         weights,
@@ -297,6 +319,7 @@ def make_runner(
         options.expert_rebalance_steps,
         drafter,
         sized.max_steps_per_launch if can_fuse_steps(sized, config) else 1,
+        media_encoder,
     )
 
     def note(size: Size) -> None:
@@ -319,7 +342,33 @@ def make_runner(
     if runner.pipeline.variance:
         reasons = "; ".join(sorted(runner.pipeline.variance))
         log.info("a request's last bits may depend on the rest of its batch: %s", reasons)
-    return Made(runner, max_len, host_caches, page_identity)
+    return Made(runner, max_len, host_caches, page_identity, media_reader)
+
+
+def multimodal_of(folder: Path, options: EngineOptions) -> Multimodal | None:
+    """How the model reads images; None if it serves text only."""
+    described = (
+        None if options.language_model_only else read_multimodal(folder, options.hf_overrides)
+    )
+    if described is None or not has_tower(folder):
+        return None
+    if any(getattr(options, name) != 1 for name in (*PARALLEL.values(), "num_processes")):
+        log.info("over several devices this model serves text only")
+        return None
+    return described
+
+
+def media_of(
+    folder: Path, config: ModelConfig, multimodal: Multimodal, max_len: int
+) -> tuple[MediaEncoder, MediaReader]:
+    """The encoder of a model's images, and what reads them from requests."""
+    tower = multimodal.tower
+    tower = replace(tower, model=replace(tower.model, dtype=config.dtype))
+    native.prepare(kernels_of(tower.model)).result()
+    max_rows = min(MEDIA_ROWS["cpu" if on_host() else "gpu"], max_len)
+    load_tower = partial(tower_checkpoint.load, folder, tower, multimodal.kind)
+    encoder = MediaEncoder(tower, value_table(multimodal.rule), load_tower, STORE_ROWS, max_rows)
+    return encoder, MediaReader(multimodal, max_rows * tower.group, MAX_IMAGES)
 
 
 def step_shape(options: SizedOptions, config: ModelConfig) -> StepShape:

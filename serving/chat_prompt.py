@@ -34,6 +34,8 @@ def render(
         variables["tools"] = tools
     last = messages[-1]
     final_text = last.get("content", "")
+    if continues and not isinstance(final_text, str):
+        raise RequestError("continue_final_message", "cannot continue a message with images")
     if continues:
         messages = [*messages[:-1], {**last, "content": final_text + MARK + SPACE}]
     try:

@@ -37,15 +37,18 @@ from .observe.metrics import Metrics
 from .progress import bar, stages
 from .protocol.chat import parse_messages
 from .protocol.fields import TEMPLATE, template_options
+from .protocol.media import MessageImage, take_images
 from .protocol.tools import parse_tools
 from .request import classes, pooling, scoring
+from .request.media import PromptMedia
 from .request.pair_scores import pair_scores
 from .request.request import Request
 from .search import Reward, SearchOutput, SearchParams, is_chat
 from .search import search as search_answers
 
 REQUEST_OPTIONS = tuple(declarations(RequestOptions))
-PROMPT_KEYS = ("prompt", "prompt_token_ids", *REQUEST_OPTIONS)
+MEDIA_FIELD = "multi_modal_data"
+PROMPT_KEYS = ("prompt", "prompt_token_ids", MEDIA_FIELD, *REQUEST_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -248,12 +251,17 @@ class LLM:
         if ignored:
             warnings.warn(f"{', '.join(sorted(ignored))}: unknown here, and ignored", stacklevel=3)
         checked_tools, _ = parse_tools(list(tools or ()), nested=True)
+        checked_messages, images = take_images(checked_messages)
+        self.engine.check_images(images)
         text = render(tokenizer, checked_messages, checked_tools, template_options(given_options))
         try:
-            return {
+            prompt: TokensPrompt = {
                 "prompt": text,
                 "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
             }
+            if images:
+                prompt["multi_modal_data"] = {"image": [image.content for image in images]}
+            return prompt
         except PromptError as error:
             raise RequestError("messages", str(error)) from None
 
@@ -480,9 +488,17 @@ class LLM:
         """Queue one prompt."""
         text, tokens, request_options = parse_prompt(prompt, self.engine.tokenizer, priority)
         request_options = with_adapter(request_options, self.engine.adapters, adapter)
+        tokens, media = read_media(self.engine, tokens, prompt)
         with self.turn():
             request = self.engine.add(
-                str(next(self.ids)), tokens, params, text, request_options, pooling, second_start
+                str(next(self.ids)),
+                tokens,
+                params,
+                text,
+                request_options,
+                pooling,
+                second_start,
+                media,
             )
             if batch is not None:
                 request.watched = False
@@ -516,6 +532,23 @@ def close_at_exit(owner: Any, close: Callable[[], None]) -> None:
     end = weakref.finalize(owner, close)
     end.atexit = False  # its own hook may be older than JAX's, and would run after it
     atexit.register(end)
+
+
+def read_media(
+    engine: Engine, tokens: list[int], prompt: Prompt
+) -> tuple[list[int], PromptMedia | None]:
+    """A prompt's tokens with the placeholders of its images, and the images."""
+    media_data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if media_data is None:
+        return engine.read_images(tokens, ())
+    if not isinstance(media_data, Mapping) or set(media_data) != {"image"}:
+        raise RequestError(
+            MEDIA_FIELD,
+            f"must be {{'image': an image or a list of images}}, got {shown(media_data)}",
+        )
+    images = media_data["image"]
+    images = images if isinstance(images, list | tuple) else [images]
+    return engine.read_images(tokens, [MessageImage(MEDIA_FIELD, image) for image in images])
 
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

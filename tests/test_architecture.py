@@ -31,12 +31,13 @@ ROOMS = """
     model/errors model/extras model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
     model/mixers model/weights
     model/partition model/decoder model/encoder model/expert_copies model/families model/gguf model/checkpoint
-    model/draft_heads model/planning model/text model/quantize
+    model/draft_heads model/planning model/text model/images model/quantize
+    model/towers/config model/towers/weights model/towers model/multimodal
 
     serving/api/errors serving/api/vllm_names serving/api/other_engines serving/api/validation
     serving/speculative/methods serving/speculative/config serving/speculative/draft_state
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
-    serving/cache serving/speculative
+    serving/cache serving/speculative serving/media_reader
     serving/device/step_shape serving/device/batch serving/device/state serving/device/attend
     serving/speculative/on_device serving/device serving/engine serving/observe
     serving/adapter_store
@@ -339,7 +340,11 @@ def test_only_the_step_uses_jit_in_serving():
             for _, module in imports(path)
             if module.split(".")[-1] in {"jit", "pjit", "pmap"}
         }
-    assert files_with_jit == {"serving/device/step.py", "serving/device/updates.py"}
+    assert files_with_jit == {
+        "serving/device/encode.py",
+        "serving/device/step.py",
+        "serving/device/updates.py",
+    }
 
 
 def test_module_tables_import():

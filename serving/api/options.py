@@ -91,6 +91,9 @@ class EngineOptions:
     skip_tokenizer_init: bool = no_flag(
         False, "Load no tokenizer; prompts and outputs are token IDs only."
     )
+    language_model_only: bool = flag(
+        False, MODEL, "Serve only the text model of a model that reads images."
+    )
     revision: str | None = flag(
         None, MODEL, "Branch, tag or commit of the model on Hugging Face.", "NAME", "main"
     )

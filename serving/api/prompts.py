@@ -13,13 +13,19 @@ class PromptTerms(TypedDict):
     timeout: NotRequired[float]
 
 
-class TextPrompt(PromptTerms):
+class MediaTerms(TypedDict):
+    """What a prompt shows beside text, of models that read images."""
+
+    multi_modal_data: NotRequired[Mapping[str, Any]]  # {"image": an image or a list of images}
+
+
+class TextPrompt(PromptTerms, MediaTerms):
     """A prompt as text."""
 
     prompt: str
 
 
-class TokensPrompt(PromptTerms):
+class TokensPrompt(PromptTerms, MediaTerms):
     """A prompt as token ids; its text, if given, is copied to the result."""
 
     prompt_token_ids: Sequence[int]

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from ..request.media import ROW_BITS
 from .disk_cache import DiskCache
 from .prefix_tree import HostCopy, Node
 
@@ -232,7 +233,22 @@ class HostCache:
 
 
 def token_bytes(node: Node) -> bytes:
-    return array("i", node.key).tobytes()
+    """A page's keys in words of 32 bits: tokens as they are, media by their row, below zero. The
+    digests of the media follow.
+    """
+    if min(node.key, default=0) >= 0:
+        return array("i", node.key).tobytes()
+    words = array("i")
+    digests = []
+    for index, key in enumerate(node.key):
+        if key >= 0:
+            words.append(key)
+            continue
+        digest, row = divmod(-1 - key, 1 << ROW_BITS)
+        if index == 0 or row == 0:  # an item begins with its row 0, or in an earlier page
+            digests.append(digest)
+        words.append(-1 - row)
+    return words.tobytes() + b"".join(digest.to_bytes(32, "little") for digest in digests)
 
 
 def chain_digest(parent_digest: bytes, data: bytes) -> bytes:

@@ -82,7 +82,7 @@ class PageTable:
         """
         if not self.keeps_prefixes or not seq.shares_prefix:
             return NO_MATCH
-        path = self.prefix(seq.cache.salt, seq.tokens, seq.num_tokens - 1)
+        path = self.prefix(seq.cache.salt, seq.keys, seq.num_tokens - 1)
         if self.snapshots is not None:
             return PrefixMatch(path)  # states exist for whole pages only
         return PrefixMatch(path, *self.longest_partial(seq, path))
@@ -124,7 +124,7 @@ class PageTable:
         number.
         """
         start = len(path) * self.page_size
-        next_tokens = seq.tokens[start : min(start + self.page_size, seq.num_tokens - 1)]
+        next_tokens = seq.keys[start : min(start + self.page_size, seq.num_tokens - 1)]
         node = path[-1] if path else self.tree.roots.get(seq.cache.salt)
         best = None
         longest = 0
@@ -231,7 +231,7 @@ class PageTable:
             node = self.tree.root(cache.salt)
             cache.num_indexed = 0
         for page in range(cache.num_indexed, full):
-            node = self.tree.child(node, self.tree.key(seq.tokens, page))
+            node = self.tree.child(node, self.tree.key(seq.keys, page))
             self.place(seq, page, node)
             if (page + 1) * self.page_size > seq.num_computed:
                 self.pending_writes.update(
@@ -257,7 +257,7 @@ class PageTable:
             return
         parent = self.last_nodes.get(seq) if page else self.tree.root(seq.cache.salt)
         if parent is not None and self.tree.is_attached(parent):
-            node = self.tree.child(parent, self.tree.key(seq.tokens, page)[:count])
+            node = self.tree.child(parent, self.tree.key(seq.keys, page)[:count])
             self.place(seq, page, node)
             node.has_draft_kv = seq.draft.num_prefilled >= computed
             self.tree.prune(node)
@@ -349,7 +349,7 @@ class PageTable:
         cache = seq.cache
         cache.trusted = False
         root = self.tree.roots.get(cache.salt)
-        path = list(self.tree.walk(cache.salt, seq.tokens, len(seq.tokens)))
+        path = list(self.tree.walk(cache.salt, seq.keys, len(seq.tokens)))
         parents = path if root is None else [root, *path]
         partial = [
             child
@@ -430,7 +430,7 @@ class PageTable:
                     "KV pages could not be read from disk, and are computed again: %s", error
                 )
             else:
-                self.add_copies(cache.salt, seq.tokens, cache.load.result(), saved=True)
+                self.add_copies(cache.salt, seq.keys, cache.load.result(), saved=True)
             cache.load = None
             cache.prefetched = True
         return cache.prefetched
@@ -448,7 +448,7 @@ class PageTable:
 
         node = self.tree.roots.get(seq.cache.salt) or self.tree.new_node(seq.cache.salt, None)
         path: list[Node] = []
-        for key in self.tree.keys(seq.tokens, seq.num_tokens - 1):
+        for key in self.tree.keys(seq.keys, seq.num_tokens - 1):
             node = node.children.get(key) or self.tree.new_node(key, node)
             if self.pools and not any(anywhere(node, group) for group in range(len(self.pools))):
                 break

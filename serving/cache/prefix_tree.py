@@ -136,7 +136,7 @@ class PrefixTree:
         """Return the node of a sequence's last indexed page, created with its ancestors if
         necessary.
         """
-        keys = self.keys(seq.tokens, seq.cache.num_indexed * self.page_size)
+        keys = self.keys(seq.keys, seq.cache.num_indexed * self.page_size)
         return reduce(self.child, keys, self.root(seq.cache.salt))
 
     def is_attached(self, node: Node) -> bool:

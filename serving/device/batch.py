@@ -44,6 +44,9 @@ class Batch(struct.PyTreeNode):
         None  # where there are adapters: the slot of each row's, or one past the last
     )
     adapters_R: Leaf = None  # and of those that draw, if it adapts the head
+    # where the model reads media: the row of the media store that is a token's embedding, or -1;
+    media_T: Leaf = None
+    shifts_AT: Leaf = None  # and its position on each axis, minus its position
 
 
 class BatchLayout:
@@ -156,6 +159,10 @@ def empty(shape: StepShape) -> Batch:
             wants_logprobs_R=np.zeros(R, bool),
         ),
     )
+    if shape.media_axes:
+        batch = batch.replace(
+            media_T=np.full(T, -1, i32), shifts_AT=np.zeros((shape.media_axes, T), i32)
+        )
     if shape.num_adapters:
         no_adapter = shape.num_adapters
         batch = batch.replace(

@@ -39,6 +39,7 @@ class State(struct.PyTreeNode):
     # by layer with a state: arrays by slot
     recurrent: dict[int, dict[str, Any]] = struct.field(default_factory=dict)
     snapshots: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # and by page
+    media_RED: Leaf = None  # the media store: an item's rows, and what deeper layers add
 
     @property
     def by_page(self) -> dict[int, Any]:

@@ -30,6 +30,7 @@ from ..speculative.on_device.drafting import (
 from ..speculative.on_device.replay import Replay
 from .attend import attend_with, attend_within, recur_with, share_with
 from .batch import Batch, BatchLayout
+from .media_rows import stored_rows
 from .state import State, empty_state, state_places
 from .step_shape import StepShape
 
@@ -361,6 +362,13 @@ def step_of_one(
             axes,
             types_T,
         )
+    axis_positions_AT = None
+    add_after = None
+    if state.media_RED is not None:
+        x = with_media(x, state.media_RED, batch.media_T)
+        axis_positions_AT = positions_T + batch.shifts_AT
+        if state.media_RED.shape[1] > 1:
+            add_after = partial(media_after, state.media_RED, batch.media_T, x[0].dtype)
     feature_layers = () if drafter is None else drafter.feature_layers
     features = {}
 
@@ -389,10 +397,11 @@ def step_of_one(
         record_experts=None if state.loads_nLE is None else record_experts,
         fetch_weights=fetch,
         observe=observe if feature_layers else None,
+        add_after=add_after,
         share_trace=share_with(config, jax.jit) if shares_trace else None,
     )
     x, state = decoder.run_layers(
-        weights.layers, first, x, state, local_positions_T, config, hooks, axes
+        weights.layers, first, x, state, local_positions_T, config, hooks, axes, axis_positions_AT
     )
     if not stage.is_last:
         return x, None, state
@@ -434,6 +443,21 @@ def step_of_one(
     if config.classes is not None:
         hidden_RD = decoder.classes(weights, hidden_RD)
     return sampled.replace(tokens_R=reported_R), hidden_RD, state
+
+
+def with_media(x, media_RED, media_T):
+    """The first layer's input with the store's rows in place of placeholders' embeddings."""
+    x_TD, per_layer_TLA = x
+    rows_TD = stored_rows(media_RED, media_T, 0, x_TD.dtype)
+    return jnp.where(media_T[:, None] >= 0, rows_TD, x_TD), per_layer_TLA
+
+
+def media_after(media_RED, media_T, dtype, index: int):
+    """What is added to the output of one of the first layers; None after others."""
+    if index + 1 >= media_RED.shape[1]:
+        return None
+    rows_TD = stored_rows(media_RED, media_T, index + 1, dtype)
+    return jnp.where(media_T[:, None] >= 0, rows_TD, 0)
 
 
 def adapting(weights, batch: Batch, num_slots: int):

@@ -16,6 +16,7 @@ from ..cache.page_pool import largest
 from ..cache.page_table import PageTable
 from ..device.step_shape import StepShape
 from ..request.grammar import Grammars
+from ..request.media import PromptMedia
 from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import sequences_of
@@ -114,6 +115,7 @@ class Admission:
         pooling: Pooling | None,
         second: int,
         now: float,
+        media: PromptMedia | None = None,
     ) -> Request:
         """Make a request that `check` has accepted; the arguments are those of `Engine.add`."""
         config = self.config
@@ -145,6 +147,7 @@ class Admission:
             seq.bad_words = bad_words
             seq.constraint = constraint
             seq.second = second
+            seq.media = media
             seq.needs_host_token = needs_host_tokens or constraint is not None
             seq.pool = (
                 None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from ..cache.media_store import MediaStore
 from ..device.batch import STOPS, Batch, BatchLayout, param_arrays
 from ..device.step_shape import Size, StepShape, choose, sizes
 from ..request.sequence import Sequence
@@ -39,7 +40,10 @@ class BatchBuilder:
     A slot's place is its index among those of all replicas.
     """
 
-    def __init__(self, shape: StepShape, num_stages: int = 1):
+    def __init__(
+        self, shape: StepShape, num_stages: int = 1, media_store: MediaStore | None = None
+    ):
+        self.media_store = media_store
         self.shape, places = shape, shape.num_replicas * shape.max_seqs
         self.num_stages = num_stages  # as many steps are in flight at once
         options = sizes(shape, jax.default_backend())  # the smallest first
@@ -268,6 +272,8 @@ class BatchBuilder:
         b.tokens_T[:T] = [token for item in items for token in tokens_of(item)]
         b.is_prompt_T[:T] = positions < np.repeat([seq.num_prompt for seq in seqs], counts)
         b.tracked_T[:T] = self.tracked[places_T]
+        if self.media_store is not None:
+            fill_media(self.media_store, items, row_ends - counts, b)
         if b.adapters_T is not None:
             b.adapters_T[:T] = self.adapters[places_T]
         for item, end in (
@@ -399,6 +405,24 @@ class BatchBuilder:
             table[place, num_synced : len(pages)] = pages[num_synced:]
         self.num_synced[place] = seq.cache.num_pages
         return place
+
+
+def fill_media(
+    store: MediaStore, items: Seq[ScheduledSequence], first_rows: np.ndarray, b: Batch
+) -> None:
+    """Write the rows of the media store and the axes' positions of the sequences with media."""
+    for item, row in zip(items, first_rows.tolist(), strict=True):
+        media = item.seq.media
+        if media is None:
+            continue
+        stop = item.start + item.num_tokens
+        b.shifts_AT[:, row : row + item.num_tokens] = media.shifts(item.start, stop)
+        for span in media.between(item.start, stop):
+            first = max(span.start, item.start)
+            last = min(span.stop, stop)
+            b.media_T[row + first - item.start : row + last - item.start] = store.rows(
+                item.seq.cache.salt, span.item, first - span.start, last - span.start
+            )
 
 
 def needs_of(items: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, bool]:

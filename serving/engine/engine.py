@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,9 @@ from ..api.errors import QueueFull, RequestError
 from ..api.options import Pooling
 from ..api.params import PLAIN, RequestOptions, SamplingParams
 from ..cache.page_table import PageTable
+from ..media_reader import MediaReader
+from ..protocol.media import MessageImage
+from ..request.media import PromptMedia
 from ..request.request import Request
 from ..speculative.config import SpeculativeConfig
 from ..speculative.speculator import Speculator
@@ -54,6 +57,7 @@ class Engine:
         speculation: SpeculativeConfig | None = None,
         adapters: Any = None,  # reads them, where they are served: an `AdapterStore`
         page_identity: PageIdentity = lambda: (b"", b""),
+        media_reader: MediaReader | None = None,  # None: text only
     ):
         self.runner = runner
         self.config = runner.config
@@ -64,6 +68,7 @@ class Engine:
         self.clock = clock
         self.observers: list[Observer] = []
         self.adapters = adapters
+        self.media_reader = media_reader
         self.embedder = embedder  # how a request for an embedding is answered
         # of sampling parameters that a request leaves out: the model's own
         self.defaults = defaults
@@ -71,7 +76,7 @@ class Engine:
         self.chat_defaults = defaults if chat_defaults is None else chat_defaults
         self.num_stages = len(runner.pipeline)
         self.num_ahead = max(1, self.num_stages - 1)  # steps in flight while the host works
-        self.scheduler = Scheduler(tables, runner.shape, self.num_stages)
+        self.scheduler = Scheduler(tables, runner.shape, self.num_stages, runner.media_store)
         self.speculator = None if speculation is None else Speculator(speculation, runner.seconds)
         self.admission = Admission(
             self.config, runner.shape, tables, tokenizer, max_len, seed, self.num_stages > 1
@@ -93,11 +98,13 @@ class Engine:
         request_options: RequestOptions = PLAIN,
         pooling: Pooling | None = None,
         second: int = FAR,
+        media: PromptMedia | None = None,
     ) -> Request:
         """Queue a request, or raise a `RequestError` with the reason.
 
         With `pooling` the result is the prompt's hidden states (`RequestOutput.pooled`) and no
-        token is generated. `second` is where the second text of a pair begins.
+        token is generated. `second` is where the second text of a pair begins. `media` are the
+        images of the prompt, whose placeholders are among the tokens.
         """
         self.lifecycle.check_serving()
         if request_id in self.requests:
@@ -119,7 +126,7 @@ class Engine:
             )
         now = self.clock()
         request = self.admission.make_request(
-            request_id, tokens, params, prompt, request_options, pooling, second, now
+            request_id, tokens, params, prompt, request_options, pooling, second, now, media
         )
         self.requests[request_id] = request
         if self.speculator is not None:
@@ -129,6 +136,22 @@ class Engine:
         if request_options.timeout is not None:
             self.deadlines.add(now + request_options.timeout, request, len(self.requests))
         return request
+
+    def read_images(
+        self, tokens: list[int], images: Sequence[MessageImage]
+    ) -> tuple[list[int], PromptMedia | None]:
+        """A prompt's tokens with the placeholders of all rows of its images, and the images; may be
+        called from any thread.
+        """
+        self.check_images(images)
+        return (
+            (tokens, None) if self.media_reader is None else self.media_reader.read(tokens, images)
+        )
+
+    def check_images(self, images: Sequence[MessageImage]) -> None:
+        """Refuse images if the model reads text only."""
+        if images and self.media_reader is None:
+            raise RequestError(images[0].param, "is an image, and this model reads text only")
 
     def step(self, launches: bool = True) -> list[Request]:
         """Launch the next step and process the results of the oldest one in flight.
@@ -177,6 +200,8 @@ class Engine:
             item.seq.request.scheduled(began)
         for slot, adapter in self.scheduler.take_adapters():
             self.runner.load_adapter(slot, adapter)
+        for media_item, store_rows in self.scheduler.take_media():
+            self.runner.encode_media(media_item, store_rows)
         step = self.runner.launch(plan, self.scheduler.take_moves())
         step = step._replace(began=began, scheduled=scheduled, launched=self.clock())
         self.in_flight.append(step)

@@ -74,7 +74,7 @@ class Lifecycle:
         for seq in self.scheduler.waiting:
             seq.pending = 0
         self.runner.reset()
-        self.scheduler.forget_adapters()
+        self.scheduler.forget_device()
         self.forget_pages()
 
     def preempt_all(self) -> None:
@@ -117,7 +117,7 @@ class Lifecycle:
         self.runner.wake_up()
         if identity != self.loaded_identity:
             self.replace_weights(identity)
-        self.scheduler.forget_adapters()
+        self.scheduler.forget_device()
         self.is_asleep = False
 
     def replace_weights(self, identity: tuple[bytes, bytes]) -> None:

@@ -18,8 +18,10 @@ from ...ops.gpu.graphs import compile_step
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
 from ..api.errors import RequestError
+from ..cache.media_store import MediaStore
 from ..cache.page_moves import PageMoves
 from ..device.compile_counter import CompileCounter
+from ..device.encode import MediaEncoder
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.host_snapshot import to_device, to_host
@@ -33,6 +35,7 @@ from ..device.step_shape import Size, StepShape, choose
 from ..device.updates import reset_slot, set_bias, write_adapter
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
+from ..request.media import MediaItem
 from ..request.sequence import Sequence
 from ..speculative.on_device.drafting import DeviceDrafter
 from .batch_builder import BatchBuilder
@@ -65,8 +68,11 @@ class Runner:
         rebalance_steps: int = 0,
         drafter: DeviceDrafter | None = None,
         max_fused_steps: int = 1,
+        media_encoder: MediaEncoder | None = None,
     ):
         self.config = config
+        self.media_encoder = media_encoder
+        self.media_store = None if media_encoder is None else MediaStore(media_encoder.num_rows)
         self.weights = weights
         self.max_fused = max_fused_steps
         self.num_pages = num_pages
@@ -75,7 +81,7 @@ class Runner:
         self.mesh, self.pipeline = mesh, Pipeline(config, mesh, drafter)
         devices = device_axes(mesh)
         self.shape = shape.with_cache(len(config.windows), page_size, max_len, devices.data.size)
-        self.batch_builder = BatchBuilder(self.shape, len(self.pipeline))
+        self.batch_builder = BatchBuilder(self.shape, len(self.pipeline), self.media_store)
         # With padding, so that each device of the tensor axis has as many tokens.
         self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.page_copier = PageCopier(self.pipeline, to_host, len(num_pages))
@@ -140,9 +146,12 @@ class Runner:
         if self.expert_loads is not None:
             self.expert_loads.reset()
         with jax.default_device(self.device):
-            return self.pipeline.make_state(
+            state = self.pipeline.make_state(
                 self.num_pages, self.page_size, self.shape.max_seqs, self.shape.max_drafts
             )
+            if self.media_encoder is not None:
+                state = state.replace(media_RED=self.media_encoder.empty_store())
+            return state
 
     def warm_up(
         self,
@@ -178,6 +187,11 @@ class Runner:
                 fused = compiler.make(
                     self.pipeline.fused_steps(*operands, layout, self.max_fused), compile_step
                 )
+            finish_media = (
+                None
+                if self.media_encoder is None
+                else self.media_encoder.warm_up(compiler, self.state.media_RED)
+            )
             copies = {
                 name: compiler.make(call)
                 for name, call in self.page_copier.calls(self.state.by_page)
@@ -215,6 +229,8 @@ class Runner:
                 name: program.result() for name, program in of_states.items()
             }
             self.page_copier.programs = {name: program.result() for name, program in copies.items()}
+            if finish_media is not None:
+                finish_media()
         # the processes find each other now or never
         if self.mesh is not None and self.mesh.is_multi_process:
             size, layout = next(iter(self.batch_builder.layouts.items()))
@@ -320,6 +336,8 @@ class Runner:
         self.homes = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
         self.weights = to_host(self.weights, keep_weights)
         self.state = to_host(self.state, keep_pages)
+        if self.media_encoder is not None:
+            self.media_encoder.sleep(keep_weights)
 
     def wake_up(self) -> None:
         """Restore weights and state; dropped weights are loaded again, and dropped pages are empty."""
@@ -334,6 +352,8 @@ class Runner:
                 self.rebalancer.reload()
         else:
             self.weights = jax.tree.map(to_device, self.weights, weights)
+        if self.media_encoder is not None:
+            self.media_encoder.wake_up()
         if self.state is None:
             self.state: State = self.make_state()
         else:
@@ -381,6 +401,12 @@ class Runner:
         """Number of decode steps of this plan that the compiled program can fuse."""
         can_fuse = self.max_fused > 1 and plan.decodes and self.batch_builder.can_extend(plan)
         return self.max_fused if can_fuse else 1
+
+    def encode_media(self, item: MediaItem, store_rows: list[int]) -> None:
+        """Compute an item's rows of the media store."""
+        assert self.media_encoder is not None
+        media_RED = self.media_encoder.encode(self.state.media_RED, item, store_rows)
+        self.state = self.state.replace(media_RED=media_RED)
 
     def adapter_write(self) -> Call:
         """The program that copies an adapter's matrices into a slot."""

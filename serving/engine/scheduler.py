@@ -7,9 +7,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..api.outputs import FinishReason
+from ..cache.media_store import MediaStore
 from ..cache.page_moves import PageMoves
 from ..cache.page_table import PageTable
 from ..device.step_shape import StepShape
+from ..request.media import MediaItem, PromptMedia
 from ..request.sequence import Sequence
 from ..speculative.draft_planner import DraftPlanner
 from .adapter_slots import AdapterSlots
@@ -95,10 +97,18 @@ def queue_priority(priority: int, arrival: float) -> float:
 class Scheduler:
     """One waiting queue for all data-parallel replicas, whose plans together make up a step."""
 
-    def __init__(self, tables: Seq[PageTable], shape: StepShape, num_stages: int = 1):
+    def __init__(
+        self,
+        tables: Seq[PageTable],
+        shape: StepShape,
+        num_stages: int = 1,
+        media_store: MediaStore | None = None,
+    ):
         self.shape, self.waiting = shape, WaitingQueue(len(tables))
+        self.media_store = media_store
         self.replicas = [
-            ReplicaScheduler(table, shape, num_stages, self.waiting) for table in tables
+            ReplicaScheduler(table, shape, num_stages, self.waiting, media_store)
+            for table in tables
         ]
 
     @property
@@ -174,10 +184,16 @@ class Scheduler:
         """Take the (slot, adapter) pairs that must be loaded before the next step."""
         return [load for replica in self.replicas for load in replica.adapters.take_loads()]
 
-    def forget_adapters(self) -> None:
-        """Forget which adapters are loaded, since the device state is new."""
+    def take_media(self) -> list[tuple[MediaItem, list[int]]]:
+        """Take the media to encode before the next step, with their rows of the media store."""
+        return [] if self.media_store is None else self.media_store.take_unencoded()
+
+    def forget_device(self) -> None:
+        """Forget which adapters and media the device holds, since its state is new."""
         for replica in self.replicas:
             replica.adapters.forget()
+        if self.media_store is not None:
+            self.media_store.forget()
 
     def rebalance_replicas(self) -> None:
         """Move sequences that wait for a full replica to one with more free slots than waiting
@@ -255,8 +271,16 @@ class ReplicaScheduler:
     next step needs its sampled token.
     """
 
-    def __init__(self, table: PageTable, shape: StepShape, num_stages: int, waiting: WaitingQueue):
+    def __init__(
+        self,
+        table: PageTable,
+        shape: StepShape,
+        num_stages: int,
+        waiting: WaitingQueue,
+        media_store: MediaStore | None = None,
+    ):
         self.table = table
+        self.media_store = media_store
         self.shape = shape
         self.num_stages = num_stages
         self.waiting = waiting
@@ -298,11 +322,17 @@ class ReplicaScheduler:
             del decoding[-(-len(self.running) // self.num_stages) :]
         if may_draft:
             self.drafts.begin_step(self.running, min(self.samples, self.rows) - len(decoding))
+        if self.media_store is not None:
+            self.media_store.begin_step()
         for seq, missing in decoding + [pair for pair in unfinished if pair[1] > 1]:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            is_plain = seq.prompt_scores is None and not (may_draft and seq.is_speculating)
+            is_plain = (
+                seq.prompt_scores is None
+                and not (may_draft and seq.is_speculating)
+                and (seq.media is None or start >= seq.media.stop)
+            )
             if missing == 1 and start % page_size and self.samples and is_plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so
                 # in every step.
@@ -398,6 +428,8 @@ class ReplicaScheduler:
         """
         start = seq.num_computed
         count = self.table.tokens_to_snapshot(seq, start, min(missing, self.rows))
+        if seq.media is not None and self.media_store is not None:
+            count = reserve_media(self.media_store, seq, seq.media, start, count)
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
             positions = [
@@ -482,3 +514,15 @@ class ReplicaScheduler:
         self.adapters.check(self.running)
         slots = [seq.slot for seq in self.running] + self.free_slots
         assert sorted(slots) == list(range(self.shape.max_seqs)), "a slot is lost or has two owners"
+
+
+def reserve_media(
+    store: MediaStore, seq: Sequence, media: PromptMedia, start: int, count: int
+) -> int:
+    """How many of `count` tokens to compute at once, so that the media among them are in the store
+    when the step runs.
+    """
+    for span in media.between(start, start + count):
+        if not store.reserve(seq.cache.salt, span.item):
+            return max(span.start - start, 0)
+    return count

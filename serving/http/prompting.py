@@ -30,6 +30,7 @@ from ..protocol.answers.answer import (
     ResponsesRequest,
 )
 from ..protocol.context import Messages, drop_oldest_turns, edit_messages
+from ..protocol.media import take_images
 from ..protocol.pooling import EmbeddingRequest
 from ..protocol.sent_fields import ToolSchemaError
 from ..protocol.tools import INPUT
@@ -57,13 +58,14 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
 
     `must_fit` is false where the prompt's tokens are only counted.
     """
+    engine.check_images(take_images(request.messages)[1])
     tokenizer = chat_tokenizer(engine, formats)
     tools = request.tools if request.tool_choice != "none" else []
     template = template_source(tokenizer, tools, request.template_options)
     tool_parser, reasoning_parser = formats.parsers(template)
 
     def encode_messages(messages: Messages, must_fit: bool = must_fit) -> tuple[str, list[int]]:
-        text = render(tokenizer, messages, tools, request.template_options)
+        text = render(tokenizer, take_images(messages)[0], tools, request.template_options)
         return text, encode(engine, "messages", text, False, request, must_fit)
 
     messages, applied_edits = edit_messages(
@@ -161,8 +163,11 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
     check_listed(
         "top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.shape.num_logprobs
     )
+    tokens, media = engine.read_images(tokens, take_images(messages)[1])
+    if media is not None and request.truncate_prompt_tokens is not None:
+        raise RequestError("truncate_prompt_tokens", "cannot be used with images; leave it out")
     tokens = truncate_prompt(tokens, request, params, engine)
-    ask = EngineRequest(tokens, params, text, request.request_options)
+    ask = EngineRequest(tokens, params, text, request.request_options, media=media)
     return Prepared(
         [ask],
         [AnsweredPrompt(text, tokens, applied=applied_edits)],

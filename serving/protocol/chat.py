@@ -28,6 +28,7 @@ from .fields import (
     template_options,
 )
 from .fields import LABELS as COMMON_LABELS
+from .media import IMAGE_TYPES, parse_image
 from .objects import keep_known_fields, parse_list, parse_object
 from .tools import (
     INPUT,
@@ -86,6 +87,7 @@ OWN_FIELDS = {  # by role; `parsed` repeats `content` in messages that clients s
     ),
     "tool": ("tool_call_id",),
 }
+TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 FUNCTION = ("name", "description", "parameters")
 MAX_MESSAGES = 4096
 MAX_CONVERSATIONS = 2048  # in a batch
@@ -249,7 +251,12 @@ def parse_message(param: str, message: Any, ignored: set[str]) -> dict[str, Any]
     if "refusal" in fields:
         parsed["content"] = unicode(f"{param}.refusal", fields["refusal"])
     elif "content" in fields or calls is None:
-        parsed["content"] = content_text(f"{param}.content", fields.get("content"), ignored)
+        content = fields.get("content")
+        parsed["content"] = (
+            content_parts(f"{param}.content", content, ignored)
+            if role in ("user", "tool") and isinstance(content, list) and has_images(content)
+            else content_text(f"{param}.content", content, ignored)
+        )
     for name in ("name", "tool_call_id"):
         if name in fields:
             parsed[name] = unicode(f"{param}.{name}", fields[name])
@@ -303,24 +310,35 @@ def read_arguments(param: str, arguments: Any) -> dict[str, Any]:
     return parsed
 
 
+def has_images(parts: list[Any]) -> bool:
+    """Whether an image is among the parts of a message."""
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES for part in parts)
+
+
+def content_parts(param: str, content: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
+    """The texts and images of a message, in order."""
+    parts = []
+    for i, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES:
+            parts.append(parse_image(f"{param}[{i}]", part, ignored))
+        else:
+            text = part_text(f"{param}[{i}]", part, ignored)
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
 def content_text(param: str, content: Any, ignored: set[str]) -> str:
     """A message's text: a string, or its text parts joined by newlines."""
     if not isinstance(content, list):
         return unicode(param, content)
-    lines = []
-    for i, content_part in enumerate(content):
-        if not isinstance(content_part, Mapping) or content_part.get("type") not in (
-            "text",
-            "input_text",
-            "output_text",
-            "refusal",
-        ):
-            kind = content_part.get("type") if isinstance(content_part, Mapping) else content_part
-            raise RequestError(f"{param}[{i}].type", f"must be 'text', got {shown(kind)}")
-        content_part = keep_known_fields(
-            f"{param}[{i}]", content_part, ("type", "text", "refusal", "annotations"), ignored
-        )
-        lines.append(
-            unicode(f"{param}[{i}].text", content_part.get("text", content_part.get("refusal")))
-        )
-    return "\n".join(lines)
+    return "\n".join(part_text(f"{param}[{i}]", part, ignored) for i, part in enumerate(content))
+
+
+def part_text(param: str, content_part: Any, ignored: set[str]) -> str:
+    """The text of a content part."""
+    kind = content_part.get("type") if isinstance(content_part, Mapping) else content_part
+    if not isinstance(content_part, Mapping) or kind not in TEXT_TYPES:
+        raise RequestError(f"{param}.type", f"must be 'text', got {shown(kind)}")
+    names = ("type", "text", "refusal", "annotations")
+    content_part = keep_known_fields(param, content_part, names, ignored)
+    return unicode(f"{param}.text", content_part.get("text", content_part.get("refusal")))

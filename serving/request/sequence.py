@@ -10,6 +10,7 @@ from ...model.config import FAR
 from ..api.outputs import FinishReason
 from ..api.params import SamplingParams
 from ..speculative.draft_state import DraftState
+from .media import PrefixKeys, PromptMedia
 
 if TYPE_CHECKING:
     from .grammar import Constraint
@@ -95,6 +96,12 @@ class Sequence:
     prompt_scores: list | None = None
     constraint: "Constraint | None" = None  # which token may be next
     pool: "Pool | None" = None  # its prompt's hidden states are wanted, and no token
+    media: PromptMedia | None = None  # what its prompt shows beside text
+
+    @property
+    def keys(self) -> Seq[int]:
+        """The tokens as the prefix tree compares them, with the content of media."""
+        return self.tokens if self.media is None else PrefixKeys(self.tokens, self.media)
 
     @property
     def num_tokens(self) -> int:

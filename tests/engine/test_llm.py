@@ -207,7 +207,20 @@ def test_chat_builds_the_same_prompt_as_the_http_api(llm, fields):
         ({"messages": [{"content": "hello"}]}, r"messages\[0\].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "must be 'text'",
+            "must be a data: URL",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
+                        ],
+                    }
+                ]
+            },
+            r"\[0\].image_url: is an image, and this model reads text only",
         ),
     ],
 )
@@ -259,8 +272,9 @@ def test_prompt_types_have_the_fields_of_terms():
     # the argument `lora_request` sets the adapter
     names = {field.name for field in fields(RequestOptions)} - {"adapter"}
     assert set(PromptTerms.__annotations__) == names
-    assert set(TextPrompt.__annotations__) == {"prompt", *names}
-    assert set(TokensPrompt.__annotations__) == {"prompt", "prompt_token_ids", *names}
+    names |= {"multi_modal_data", "prompt"}
+    assert set(TextPrompt.__annotations__) == names
+    assert set(TokensPrompt.__annotations__) == {"prompt_token_ids", *names}
 
 
 def test_structured_outputs_params_choice(llm):

@@ -233,7 +233,7 @@ CHAT = {
         f"messages[] of {role}": ("content", "name", *names)
         for role, names in chat.OWN_FIELDS.items()
     },
-    "messages[].content[].type": ("text",),
+    "messages[].content[].type": ("text", "image_url"),
     "tools[].type": tuple(tools.KINDS),
     "tools[].custom.format.type": tuple(tools.FORMATS),
     "tools[].custom.format.grammar.syntax": tuple(tools.SYNTAXES),

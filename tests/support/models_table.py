@@ -35,7 +35,8 @@ The supported values of `model_type` in `config.json`, with the features of each
 a plain decoder. The encoders (`bert`, `modernbert`, `roberta`, `xlm-roberta`, and `gemma3_text`
 with `use_bidirectional_attention`) compute embeddings, classes and scores of text pairs
 ([ranking.md](ranking.md)); all other models generate text. Of multimodal models the text model is
-loaded, and the log lists the tensors that are skipped.
+loaded, and the log lists the tensors that are skipped; `qwen3_vl`, `qwen3_5` and `qwen3_5_moe` read
+images too ([images.md](images.md)).
 
 Each model is tested in one or two ways:
 

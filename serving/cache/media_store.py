@@ -1,0 +1,73 @@
+"""Which rows of the device's media store hold the embeddings of which item."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from ..request.media import MediaItem
+
+BLOCK = 64  # rows
+
+
+class MediaStore:
+    """Rows of the device's store by content and salt; the least recently used items are evicted.
+
+    An item's rows are computed before the first step that reads them, and steps run on the device
+    in the order in which they are planned. So rows may be given to another item as soon as the
+    step that reads them is planned, and nothing else holds them.
+    """
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows // BLOCK * BLOCK
+        # by (salt, digest): blocks, the least recently used first
+        self.blocks: OrderedDict[tuple[Hashable, int], list[int]] = OrderedDict()
+        self.free_blocks: list[int] = []
+        self.in_step: set[tuple[Hashable, int]] = set()  # items that the planned step reads
+        self.unencoded: list[tuple[MediaItem, list[int]]] = []
+        self.num_hits = 0
+        self.num_encoded = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all rows, since the device state is new."""
+        self.blocks.clear()
+        self.free_blocks = list(range(self.num_rows // BLOCK))
+        self.in_step.clear()
+        self.unencoded.clear()
+
+    def begin_step(self) -> None:
+        self.in_step.clear()
+
+    def reserve(self, salt: Hashable, item: MediaItem) -> bool:
+        """Have the item's rows in the store when the planned step runs; False if the other items
+        of this step leave too little room.
+        """
+        key = salt, item.digest
+        if key in self.blocks:
+            self.num_hits += key not in self.in_step
+            self.blocks.move_to_end(key)
+            self.in_step.add(key)
+            return True
+        count = -(-item.num_rows // BLOCK)
+        evictable = [other for other in self.blocks if other not in self.in_step]
+        if count > len(self.free_blocks) + sum(len(self.blocks[other]) for other in evictable):
+            return False
+        for other in evictable:
+            if len(self.free_blocks) >= count:
+                break
+            self.free_blocks += self.blocks.pop(other)
+        self.blocks[key] = [self.free_blocks.pop() for _ in range(count)]
+        self.in_step.add(key)
+        self.num_encoded += 1
+        self.unencoded.append((item, self.rows(salt, item, 0, item.num_rows)))
+        return True
+
+    def rows(self, salt: Hashable, item: MediaItem, first: int, stop: int) -> list[int]:
+        """The store's rows of some of the item's rows."""
+        blocks = self.blocks[salt, item.digest]
+        return [blocks[row // BLOCK] * BLOCK + row % BLOCK for row in range(first, stop)]
+
+    def take_unencoded(self) -> list[tuple[MediaItem, list[int]]]:
+        """Take the items to encode before the next step, each with its rows of the store."""
+        items = self.unencoded
+        self.unencoded = []
+        return items

@@ -1,0 +1,165 @@
+"""The programs of a vision tower: from patches to rows of the device's media store."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...model.mixers import LayerHooks
+from ...model.towers.config import Merger, Tower
+from ...model.towers.tower import Patches, enter, merge, patches_of, run_layer
+from ...model.towers.weights import MergerWeights, TowerWeights
+from ...ops.attention import page_dtype
+from ...sharding.struct import Leaf
+from ..request.media import MediaItem
+from .attend import attend_within
+from .host_snapshot import to_device, to_host
+from .media_rows import bits_of
+from .programs import Call, Compiler
+
+# Images are padded to one of these numbers of patches.
+SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "gpu": (1024, 4096, 16384)}
+
+
+@partial(jax.jit, static_argnames="tower")
+def enter_tower(weights: TowerWeights, values_IC, patches: Patches, tower: Tower):
+    """The first layer's input, of weights without layers and mergers."""
+    return enter(tower, weights, values_IC, patches)
+
+
+@partial(jax.jit, static_argnames="tower", donate_argnames="x_TD")
+def encode_layer(weights: TowerWeights, x_TD, patches: Patches, tower: Tower):
+    """One layer, of weights that hold no other; all layers are alike and share this program."""
+    attend = attend_within(patches.positions_T, patches.starts_B1, len(x_TD))
+    return run_layer(tower, weights, 0, x_TD, patches, LayerHooks(attend))
+
+
+@partial(jax.jit, static_argnames=("tower", "merger"), donate_argnames="media_RED")
+def write_rows(
+    weights: MergerWeights, media_RED, x_TD, rows_R, column, tower: Tower, merger: Merger
+):
+    """Write merged patches to a column of the store; rows past its end are padding."""
+    rows_RD = merge(tower, merger, weights, x_TD)
+    return media_RED.at[rows_R, column].set(bits_of(rows_RD), mode="drop")
+
+
+class EncoderPrograms(NamedTuple):
+    """The programs for one number of patches: compiled, or their calls."""
+
+    enter: Any
+    layer: Any
+    merge: Any
+    merge_deepstack: Any  # None without a deepstack
+
+
+class MediaEncoder:
+    """Owns a tower's weights and programs.
+
+    An image is encoded alone, at the smallest size that holds it, so that its rows depend on its
+    patches alone.
+
+    Args:
+        tower: The tower.
+        values_IC: The float of each byte, for each channel.
+        load_weights: Reads the weights.
+        num_rows: Rows of the device's media store.
+        max_rows: Rows of an image at most.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        values_IC: np.ndarray,
+        load_weights: Callable[[], TowerWeights],
+        num_rows: int,
+        max_rows: int,
+    ):
+        self.tower = tower
+        self.values_IC = values_IC
+        self.load_weights = load_weights
+        self.weights: Any = load_weights()
+        self.num_rows = num_rows
+        max_patches = max_rows * tower.group
+        sizes = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        self.sizes = (*(size for size in sizes if size < max_patches), max_patches)
+        self.programs: dict[int, EncoderPrograms] = {}
+        self.shardings: Any = None  # of the weights, while the engine sleeps
+
+    def empty_store(self) -> Leaf:
+        """The store [rows, 1 + deepstack, D]."""
+        shape = self.num_rows, 1 + len(self.tower.deepstack), self.tower.merger.out
+        return jnp.zeros(shape, page_dtype(jnp.dtype(self.tower.model.dtype)))
+
+    def warm_up(self, compiler: Compiler, media_RED: Any) -> Callable[[], None]:
+        """Start compiling all programs; the result waits for them."""
+        made = {
+            size: [call and compiler.make(call) for call in self.calls(size, media_RED)]
+            for size in self.sizes
+        }
+
+        def finish() -> None:
+            self.programs = {
+                size: EncoderPrograms(*(program and program.result() for program in programs))
+                for size, programs in made.items()
+            }
+
+        return finish
+
+    def calls(self, size: int, media_RED: Any) -> EncoderPrograms:
+        """The calls that are compiled for a size."""
+        tower = self.tower
+        patches = patches_of(tower, [], size, 1)
+        x_TD = jax.ShapeDtypeStruct((size, tower.model.dim), jnp.dtype(tower.model.dtype))
+        rows_R = np.zeros(size // tower.group, np.int32)
+
+        def merge_call(weights: MergerWeights, merger: Merger) -> Call:
+            args = weights, media_RED, x_TD, rows_R, np.int32(0)
+            return Call(write_rows, args, tower=tower, merger=merger)
+
+        return EncoderPrograms(
+            Call(enter_tower, (self.entry_weights(), self.values_IC, patches), tower=tower),
+            Call(encode_layer, (self.layer_weights(0), x_TD, patches), tower=tower),
+            merge_call(self.weights.merger, tower.merger),
+            merge_call(self.weights.deepstack[0], tower.deepstack_merger)
+            if tower.deepstack_merger is not None
+            else None,
+        )
+
+    def entry_weights(self) -> TowerWeights:
+        return self.weights.replace(layers=(), merger=None, deepstack=())
+
+    def layer_weights(self, index: int) -> TowerWeights:
+        return TowerWeights(None, None, None, (self.weights.layers[index],), None)
+
+    def encode(self, media_RED: Any, item: MediaItem, store_rows: list[int]) -> Any:
+        """Compute an item's rows and write them to these rows of the store; returns the store."""
+        tower = self.tower
+        size = next(size for size in self.sizes if size >= item.rows * item.columns)
+        programs = self.programs[size]
+        patches = patches_of(tower, [(item.patches, item.rows, item.columns)], size, 1)
+        rows_R = np.full(size // tower.group, self.num_rows, np.int32)
+        rows_R[: len(store_rows)] = store_rows
+        x_TD = programs.enter(self.entry_weights(), self.values_IC, patches)
+        for index in range(len(tower.model.layers)):
+            x_TD = programs.layer(self.layer_weights(index), x_TD, patches)
+            if index in tower.deepstack:
+                number = tower.deepstack.index(index)
+                weights = self.weights.deepstack[number]
+                column = np.int32(1 + number)
+                media_RED = programs.merge_deepstack(weights, media_RED, x_TD, rows_R, column)
+        return programs.merge(self.weights.merger, media_RED, x_TD, rows_R, np.int32(0))
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Free the device's memory; kept weights go to host memory."""
+        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.weights)
+        self.weights = to_host(self.weights, keep_weights)
+
+    def wake_up(self) -> None:
+        """Restore the weights, or load them again."""
+        if self.weights is None:
+            self.weights = self.load_weights()
+        else:
+            self.weights = jax.tree.map(to_device, self.weights, self.shardings)

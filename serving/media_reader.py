@@ -1,0 +1,165 @@
+"""Reads the images of prompts, and places them among the prompts' tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from ..model.images import pixels
+from ..model.images.decode import import_pillow
+from ..model.images.decoder import ImageDecoder, ImagePatches, patches_digest
+from ..model.images.errors import ImageError
+from ..model.images.header import MAX_PIXELS
+from ..model.images.rule import AreaSizing, ImageRule
+from ..model.multimodal import Multimodal
+from .api.errors import RequestError
+from .api.validation import shown
+from .protocol.media import MessageImage
+from .request.media import MediaItem, MediaSpan, PromptMedia
+
+
+class MediaReader:
+    """How one model reads images.
+
+    Args:
+        multimodal: The model.
+        max_patches: Of an image, after it is resized.
+        max_images: Of a prompt.
+        max_pixels: Of an image before it is resized.
+    """
+
+    def __init__(
+        self,
+        multimodal: Multimodal,
+        max_patches: int,
+        max_images: int,
+        max_pixels: int = MAX_PIXELS,
+    ):
+        self.multimodal = multimodal
+        self.rule = limited_rule(multimodal.rule, max_patches)
+        self.max_patches = max_patches
+        self.max_images = max_images
+        self.max_pixels = max_pixels
+
+    @cached_property
+    def decoder(self) -> ImageDecoder:
+        """Decodes files in a process with limits; made for the first file, since it needs Pillow."""
+        return ImageDecoder(self.max_pixels)
+
+    def read(
+        self, tokens: list[int], images: Sequence[MessageImage]
+    ) -> tuple[list[int], PromptMedia | None]:
+        """A prompt's tokens with as many placeholders as each image has rows, and its media; of a
+        prompt without images the tokens and None.
+
+        Args:
+            tokens: The prompt, with one placeholder for each image.
+            images: PIL images, uint8 arrays [height, width, 3], or the bytes of files.
+        """
+        placeholder = self.multimodal.image_token
+        count = sum(token == placeholder for token in tokens)
+        if count != len(images):
+            raise RequestError(
+                images[0].param if images else "prompt",
+                f"comes with {len(images)} images, and the prompt has {count} placeholders (token "
+                f"{placeholder}); there must be one for each image",
+            )
+        if len(images) > self.max_images:
+            raise RequestError(
+                images[self.max_images].param,
+                f"is image {self.max_images + 1} of the prompt; at most {self.max_images} are "
+                "accepted",
+            )
+        if not images:
+            return tokens, None
+        return self.place(tokens, [self.item(image) for image in images])
+
+    def item(self, image: MessageImage) -> MediaItem:
+        """The patches of an image."""
+        try:
+            patches = self.patches(image)
+        except ImageError as error:
+            raise RequestError(image.param, str(error)) from None
+        count = patches.rows * patches.columns
+        if count > self.max_patches:
+            raise RequestError(
+                image.param,
+                f"is an image of {patches.rows} x {patches.columns} patches; at most "
+                f"{self.max_patches} are accepted",
+            )
+        return MediaItem(
+            int.from_bytes(patches.digest, "little"),
+            patches.patches,
+            patches.rows,
+            patches.columns,
+            count // self.multimodal.tower.group,
+        )
+
+    def patches(self, image: MessageImage) -> ImagePatches:
+        """Cut an image into patches; files are decoded in a process with limits."""
+        content = image.content
+        if isinstance(content, bytes):
+            return self.decoder.patches(content, self.rule)
+        if isinstance(content, np.ndarray):
+            if content.dtype != np.uint8 or content.ndim != 3 or content.shape[2] != 3:
+                raise RequestError(
+                    image.param,
+                    f"is an array of {content.dtype} {list(content.shape)}; it must be uint8 "
+                    "[height, width, 3]",
+                )
+            content = import_pillow().fromarray(content)
+        if not (hasattr(content, "convert") and hasattr(content, "size")):
+            raise RequestError(
+                image.param,
+                f"is {shown(content)}; it must be a PIL image, a uint8 array [height, width, 3] or "
+                "the bytes of a file",
+            )
+        picture = content if content.mode == "RGB" else content.convert("RGB")
+        patches = pixels.patches(picture, self.rule)
+        rows, columns = self.rule.grid(*picture.size)
+        digest = patches_digest(self.rule, rows, columns, patches)
+        return ImagePatches(patches, rows, columns, digest)
+
+    def place(self, tokens: list[int], items: Sequence[MediaItem]) -> tuple[list[int], PromptMedia]:
+        """Repeat each placeholder for the rows of its item, and compute the positions on each axis:
+        those of an image are its row and column, and text goes on after the larger of both.
+        """
+        merge = self.multimodal.tower.merge
+        remaining = iter(items)
+        placed: list[int] = []
+        spans = []
+        positions: list[np.ndarray] = []  # [3, ...]
+        position = 0
+        for token in tokens:
+            if token != self.multimodal.image_token:
+                placed.append(token)
+                positions.append(np.full((3, 1), position))
+                position += 1
+                continue
+            item = next(remaining)
+            spans.append(MediaSpan(len(placed), item))
+            placed += [token] * item.num_rows
+            rows = item.rows // merge
+            columns = item.columns // merge
+            grid = np.zeros((3, rows, columns), int)
+            grid[1] = np.arange(rows)[:, None]
+            grid[2] = np.arange(columns)
+            positions.append(position + grid.reshape(3, -1))
+            position += max(rows, columns)
+        shifts_AT = np.concatenate(positions, axis=1) - np.arange(len(placed))
+        if tokens[-1] == self.multimodal.image_token:
+            # tokens after the prompt go on after its last image
+            after = np.full((3, 1), position - len(placed))
+            shifts_AT = np.concatenate([shifts_AT, after], axis=1)
+        return placed, PromptMedia(spans, shifts_AT.astype(np.int32))
+
+
+def limited_rule(rule: ImageRule, max_patches: int) -> ImageRule:
+    """The rule with images shrunk to at most this many patches, where it sizes them by area."""
+    sizing = rule.sizing
+    if not isinstance(sizing, AreaSizing):
+        return rule
+    max_pixels = min(sizing.max_pixels, max_patches * rule.patch**2)
+    min_pixels = min(sizing.min_pixels, max_pixels)
+    return replace(rule, sizing=replace(sizing, min_pixels=min_pixels, max_pixels=max_pixels))

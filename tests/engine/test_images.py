@@ -1,0 +1,245 @@
+"""Images in prompts: the same bits however a request is served, and no cached prefix of another
+image.
+"""
+
+import io
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.ops import native
+from quire.serving import build
+from quire.serving.api.errors import RequestError
+from quire.tests.support import tiny_vision
+from quire.tests.support.tiny_vision import IMAGE, VISION_END, VISION_START
+
+pytest.importorskip("PIL")
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def folder(request, tmp_path_factory):
+    if not native.serves():
+        pytest.skip("XLA sums products in an order that depends on the number of tokens")
+    return tiny_vision.write(tmp_path_factory.mktemp("vision"), request.param)
+
+
+def make_llm(folder, **options) -> LLM:
+    defaults = {
+        "max_model_len": 400,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 200,
+        "kv_cache_memory_bytes": 8 << 20,
+        "dtype": "float32",
+    }
+    return LLM(model=str(folder), **defaults | options)
+
+
+def exact_answer(output) -> tuple:
+    (answer,) = output.outputs
+    logprobs = [sorted((t, e.logprob) for t, e in entry.items()) for entry in answer.logprobs]
+    return list(answer.token_ids), logprobs
+
+
+def answers(llm: LLM, prompts, **fields) -> list[tuple]:
+    return [exact_answer(output) for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+
+
+def prompt_with(rng, images, text_length: int = 20) -> dict:
+    """A prompt with random text between, before and after the images."""
+    tokens = rng.integers(0, 256, text_length // 2).tolist()
+    for _ in images:
+        tokens += [VISION_START, IMAGE, VISION_END, *rng.integers(0, 256, 3).tolist()]
+    tokens += rng.integers(0, 256, text_length // 2).tolist()
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": images}}
+
+
+def image_first_and_last(rng) -> dict:
+    images = [tiny_vision.random_image(rng), tiny_vision.random_image(rng)]
+    return {"prompt_token_ids": [IMAGE, 5, 6, IMAGE], "multi_modal_data": {"image": images}}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(1)
+    return [
+        prompt_with(rng, [tiny_vision.random_image(rng)]),
+        prompt_with(rng, [tiny_vision.random_image(rng) for _ in range(3)]),
+        image_first_and_last(rng),
+        {"prompt_token_ids": rng.integers(0, 256, 40).tolist()},
+        prompt_with(rng, [tiny_vision.random_image(rng, 200, 300)], 60),
+        prompt_with(rng, [tiny_vision.random_image(rng, 8, 8)]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with make_llm(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(folder, prompts):
+    """The answers of each prompt alone."""
+    with make_llm(folder, enable_prefix_caching=False) as llm:
+        alone = [answers(llm, [prompt])[0] for prompt in prompts]
+        assert llm.engine.runner.compiles.recompiles == 0
+    assert any(first != second for (first, _), (second, _) in pairwise(alone))
+    return alone
+
+
+def test_image_answers_do_not_depend_on_the_batch(llm, prompts, expected):
+    llm.reset_prefix_cache()
+    compiles = llm.engine.runner.compiles
+    num_compiled = compiles.recompiles  # of other engines of this process
+    assert answers(llm, prompts) == expected
+    assert compiles.recompiles == num_compiled
+
+
+def test_image_answers_do_not_depend_on_a_cached_prefix(llm, prompts, expected):
+    llm.reset_prefix_cache()
+    for prompt, answer in zip(prompts, expected, strict=True):
+        for attempt in range(2):
+            (output,) = llm.generate([prompt], PARAMS, use_tqdm=False)
+            assert exact_answer(output) == answer
+            if attempt and len(output.prompt_token_ids) > 2 * 16:
+                assert output.num_cached_tokens > 0
+
+
+def test_image_answers_do_not_depend_on_chunks_and_evicted_rows(
+    folder, prompts, expected, monkeypatch
+):
+    """Steps of few tokens, and a media store with room for one image."""
+    monkeypatch.setattr(build, "STORE_ROWS", 64)
+    with make_llm(folder, max_num_batched_tokens=23, enable_prefix_caching=False) as llm:
+        for _ in range(2):
+            assert answers(llm, prompts) == expected
+        num_images = sum(len(p.get("multi_modal_data", {}).get("image", [])) for p in prompts)
+        assert llm.engine.runner.media_store.num_encoded > num_images
+
+
+def test_preempted_image_request_answers_the_same(llm, prompts, expected):
+    llm.reset_prefix_cache()
+    requests = [llm.add(prompt, PARAMS) for prompt in prompts[:3]]
+    for number in range(60):
+        llm.engine.step()
+        if number in (2, 5, 9):
+            for seq in list(llm.engine.scheduler.running):
+                if not seq.pending:
+                    llm.engine.scheduler.preempt(seq)
+            llm.engine.drain()
+            for seq in list(llm.engine.scheduler.running):
+                llm.engine.scheduler.preempt(seq)
+    assert [exact_answer(request.output()) for request in requests] == expected[:3]
+
+
+def test_image_answers_are_the_same_with_ngram_drafts(folder, prompts, expected):
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    with make_llm(folder, speculative_config=speculation) as llm:
+        for _ in range(2):
+            for (tokens, _), (expected_tokens, _) in zip(
+                answers(llm, prompts), expected, strict=True
+            ):
+                assert tokens == expected_tokens
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_image_answers_are_the_same_after_sleep(llm, prompts, expected, level):
+    llm.sleep(level)
+    llm.wake_up()
+    assert answers(llm, prompts) == expected
+
+
+def test_image_prefix_is_restored_from_disk(folder, prompts, expected, tmp_path):
+    options = {"kv_cache_disk": str(tmp_path), "kv_cache_host_bytes": 64 << 20}
+    with make_llm(folder, **options) as llm:
+        assert answers(llm, prompts) == expected
+    with make_llm(folder, **options) as llm:
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert [exact_answer(output) for output in outputs] == expected
+    # of the prompt with three images
+    assert outputs[1].num_cached_tokens > 16
+
+
+def test_other_image_does_not_match_a_cached_prefix(llm):
+    """Pages of one image are never used for another one, in another order, or with another salt."""
+    rng = np.random.default_rng(5)
+    first, second = (tiny_vision.random_image(rng, 60, 60) for _ in range(2))
+    prompt = prompt_with(rng, [first, second])
+    start = prompt["prompt_token_ids"].index(IMAGE)
+    llm.generate([prompt], PARAMS, use_tqdm=False)
+    changed = first.copy()
+    changed[0, 0, 0] ^= 255
+
+    def num_cached(images, **fields) -> int:
+        changed_prompt = prompt | {"multi_modal_data": {"image": images}} | fields
+        (output,) = llm.generate([changed_prompt], PARAMS, use_tqdm=False)
+        return output.num_cached_tokens
+
+    assert num_cached([first, second]) > start + 16
+    assert num_cached([second, first]) <= start
+    assert num_cached([changed, second]) <= start
+    assert num_cached([first, second], cache_salt="another tenant") == 0
+
+
+def test_chat_reads_pictures_files_and_data_urls(llm):
+    from PIL import Image
+
+    from quire.tests.support.media import data_url
+
+    image = Image.fromarray(tiny_vision.random_image(np.random.default_rng(3), 50, 40))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    parts = [
+        {"type": "image_pil", "image_pil": image},
+        {"type": "image_url", "image_url": {"url": data_url(file.getvalue())}},
+        {"type": "input_image", "image_url": data_url(file.getvalue()), "detail": "auto"},
+    ]
+    outputs = [
+        llm.chat(
+            [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}], PARAMS
+        )[0]
+        for part in parts
+    ]
+    text = tiny_vision.PLACEHOLDER + "What is it?"
+    prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    (generated,) = llm.generate(
+        [{"prompt": prompt, "multi_modal_data": {"image": file.getvalue()}}], PARAMS, use_tqdm=False
+    )
+    assert len({tuple(output.prompt_token_ids) for output in (*outputs, generated)}) == 1
+    for output in outputs:
+        assert exact_answer(output) == exact_answer(generated)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "no placeholder", "multi_modal_data": {"image": [np.zeros((8, 8, 3))]}},
+         "comes with 1 images, and the prompt has 0 placeholders"),
+        ({"prompt": tiny_vision.PLACEHOLDER}, "comes with 0 images, and the prompt has 1"),
+        ({"prompt": tiny_vision.PLACEHOLDER, "multi_modal_data": {"image": np.zeros((8, 8, 3))}},
+         r"multi_modal_data: is an array of float64 \[8, 8, 3\]; it must be uint8"),
+        ({"prompt": tiny_vision.PLACEHOLDER, "multi_modal_data": {"image": "file.png"}},
+         "multi_modal_data: is 'file.png'; it must be a PIL image"),
+        ({"prompt": tiny_vision.PLACEHOLDER, "multi_modal_data": {"image": b"<svg>"}},
+         "multi_modal_data"),
+        ({"prompt": "x", "multi_modal_data": {"video": []}}, "must be {'image': an image"),
+        ({"prompt": tiny_vision.PLACEHOLDER * 17,
+          "multi_modal_data": {"image": [np.zeros((8, 8, 3), np.uint8)] * 17}},
+         "is image 17 of the prompt; at most 16"),
+    ],
+)  # fmt: skip
+def test_invalid_images_are_refused(llm, prompt, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate([prompt], PARAMS, use_tqdm=False)
+
+
+def test_language_model_only_serves_text(folder, prompts, expected):
+    with make_llm(folder, language_model_only=True) as llm:
+        assert llm.engine.runner.media_encoder is None
+        assert answers(llm, [prompts[3]]) == [expected[3]]
+        with pytest.raises(RequestError, match="this model reads text only"):
+            llm.generate([prompts[0]], PARAMS, use_tqdm=False)

@@ -1,0 +1,139 @@
+"""Models that read images, compared with transformers on random weights: tower, greedy tokens and
+their log-probabilities.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa: E402
+    Qwen2VLImageProcessorPil,
+)
+
+from quire import LLM, SamplingParams  # noqa: E402
+from quire.model import multimodal  # noqa: E402
+from quire.model.images import pixels  # noqa: E402
+from quire.model.mixers import LayerHooks  # noqa: E402
+from quire.model.towers import checkpoint, tower  # noqa: E402
+from quire.serving.device.attend import attend_within  # noqa: E402
+from quire.tests.support import tiny_vision  # noqa: E402
+from quire.tests.support.tiny_vision import IMAGE, VISION_END, VISION_START  # noqa: E402
+
+CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+}
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module", params=list(CLASSES))
+def model(request, tmp_path_factory):
+    """(folder, transformers' model)."""
+    folder = tiny_vision.write(tmp_path_factory.mktemp("vision"), request.param)
+    model_class = getattr(transformers, CLASSES[request.param])
+    return folder, model_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def processed(images):
+    """Images as transformers' processor reads them."""
+    settings = {
+        key: value
+        for key, value in tiny_vision.PREPROCESSOR.items()
+        if key != "image_processor_type"
+    }
+    return Qwen2VLImageProcessorPil(**settings)(images=list(images), return_tensors="pt")
+
+
+def random_pictures(count: int, seed: int):
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    return [Image.fromarray(tiny_vision.random_image(rng)) for _ in range(count)]
+
+
+def test_tower_rows_equal_transformers(model):
+    folder, reference = model
+    pictures = random_pictures(3, seed=2)
+    described = multimodal.read(folder)
+    assert described is not None
+    weights = checkpoint.load(folder, described.tower, described.kind)
+    images = [
+        (pixels.patches(picture, described.rule), *described.rule.grid(*picture.size))
+        for picture in pictures
+    ]
+    size = 4 * sum(len(patches) for patches, *_ in images)  # three quarters are padding
+    patches = jax.tree.map(jnp.asarray, tower.patches_of(described.tower, images, size, 5))
+    hooks = LayerHooks(attend_within(patches.positions_T, patches.starts_B1, size))
+    values_IC = pixels.value_table(described.rule)
+    rows = np.asarray(tower.encode(described.tower, weights, values_IC, patches, hooks))
+    inputs = processed(pictures)
+    with torch.no_grad():
+        output = reference.model.visual(inputs["pixel_values"], inputs["image_grid_thw"])
+    expected = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+    assert rows.shape[1] == len(expected)
+    for column, features in enumerate(expected):
+        np.testing.assert_allclose(rows[: len(features), column], features, atol=2e-5)
+
+
+def place(tokens: list[int], inputs: dict) -> list[int]:
+    """The prompt with a placeholder for each row of its images."""
+    counts = iter(int(grid.prod()) // 4 for grid in inputs.get("image_grid_thw", ()))
+    return [token for t in tokens for token in ([t] * next(counts) if t == IMAGE else [t])]
+
+
+def reference_logprobs(reference, prompt: list[int], answer: list[int], inputs: dict):
+    """Log-probabilities [len(answer), vocab] of one forward pass over prompt and answer.
+
+    `generate` would continue from the position of a prompt's last token, which is another rule than
+    that of `forward` for a prompt that ends in an image.
+    """
+    ids = torch.tensor([prompt + answer])
+    types = (ids == IMAGE).int() if inputs else None
+    with torch.no_grad():
+        logits = reference(input_ids=ids, mm_token_type_ids=types, **inputs).logits[0]
+    return torch.log_softmax(logits[len(prompt) - 1 : -1].float(), -1).numpy()
+
+
+def test_greedy_answers_about_images_equal_transformers(model):
+    """Text alone, an image first and last, images of several sizes, two and three images."""
+    folder, reference = model
+    text = np.random.default_rng(4).integers(0, 256, 12).tolist()
+    image = [VISION_START, IMAGE, VISION_END]
+    prompts = [
+        (text, []),
+        ([IMAGE, *text], random_pictures(1, seed=5)),
+        ([*text, IMAGE], random_pictures(1, seed=6)),
+        ([*text, *image, *text[:3]], random_pictures(1, seed=7)),
+        ([*image, *text, *image, *text], random_pictures(2, seed=8)),
+        ([*image, *image, 7, *image, *text], random_pictures(3, seed=9)),
+    ]
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    with LLM(
+        str(folder), dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
+        kv_cache_memory_bytes=16 << 20,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(
+            [
+                {"prompt_token_ids": tokens, "multi_modal_data": {"image": pictures}}
+                for tokens, pictures in prompts
+            ],
+            params,
+            use_tqdm=False,
+        )
+    for (tokens, pictures), output in zip(prompts, outputs, strict=True):
+        inputs = dict(processed(pictures)) if pictures else {}
+        (answer,) = output.outputs
+        answer_tokens = list(answer.token_ids)
+        assert output.prompt_token_ids == place(tokens, inputs)
+        expected = reference_logprobs(reference, output.prompt_token_ids, answer_tokens, inputs)
+        assert answer_tokens == expected.argmax(axis=1).tolist()
+        logprobs = [
+            entry[token].logprob
+            for entry, token in zip(answer.logprobs, answer_tokens, strict=True)
+        ]
+        expected_logprobs = expected[np.arange(NEW_TOKENS), answer_tokens]
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-4)

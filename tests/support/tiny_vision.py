@@ -1,0 +1,148 @@
+"""Tiny models that read images, with random weights and a tokenizer of bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from quire.model import multimodal
+from quire.model.checkpoint import loader
+from quire.model.families.common import Source
+from quire.model.towers import module_of
+
+SPECIALS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+VOCAB = 256 + len(SPECIALS)
+START, END, VISION_START, VISION_END, IMAGE = range(256, VOCAB)
+PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    f"{PLACEHOLDER}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+VISION = {
+    "depth": 3,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+MROPE = {"mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_type": "default"}
+CONFIGS = {
+    "qwen3_vl": {
+        "text_config": TEXT
+        | {
+            "model_type": "qwen3_vl_text",
+            "head_dim": 16,
+            "rope_parameters": MROPE | {"rope_theta": 10000.0},
+        },
+        "vision_config": VISION
+        | {"model_type": "qwen3_vl_vision", "deepstack_visual_indexes": [0, 1]},
+    },
+    "qwen3_5": {
+        "text_config": TEXT
+        | {
+            "model_type": "qwen3_5_text",
+            "head_dim": 32,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": MROPE | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        "vision_config": VISION | {"model_type": "qwen3_5_vision"},
+    },
+}
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def write(folder: Path, kind: str, seed: int = 0) -> Path:
+    """Write the folder of a model of this type."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[kind] | {
+        "model_type": kind,
+        "image_token_id": IMAGE,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    write_tokenizer(folder)
+    write_weights(folder, seed)
+    return folder
+
+
+def write_weights(folder: Path, seed: int) -> None:
+    """Write random weights for the config of the folder."""
+    rng = np.random.default_rng(seed)
+    described = multimodal.read(folder)
+    assert described is not None
+    hf = json.loads((folder / "config.json").read_text())
+    text_sources = loader.family_for(hf).sources(loader.read_config(folder))
+    tower_sources = module_of(described.kind).sources(described.tower)
+    leaves = jax.tree.leaves(
+        (text_sources, tower_sources), is_leaf=lambda leaf: isinstance(leaf, Source)
+    )
+    tensors = {}
+    for source in leaves:
+        for part in source.parts:
+            name = part.name
+            if not name.startswith(("model.visual.", "lm_head.")):
+                name = "model.language_model." + name.removeprefix("model.")
+            scale = 0.3 if len(part.shape) < 2 else 1.5 * part.shape[-1] ** -0.5
+            offset = 1 if "norm" in name and name.endswith("weight") else 0
+            values = offset + scale * rng.standard_normal(part.shape)
+            tensors[name] = values.astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with a token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(special, special=True) for special in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def random_image(rng: np.random.Generator, width: int = 0, height: int = 0) -> np.ndarray:
+    """A uint8 image [height, width, 3] of noise, of a random size unless it is given."""
+    width = width or int(rng.integers(8, 90))
+    height = height or int(rng.integers(8, 90))
+    return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -30,6 +30,7 @@ from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer, find_tokenizer
 from ..model.towers import checkpoint as tower_checkpoint
 from ..model.towers.checkpoint import has_tower
+from ..model.towers.weights import abstract as tower_specs
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
@@ -38,6 +39,7 @@ from ..ops.linear.cpu import PackedWeight
 from ..ops.model_kernels import kernels_for_model
 from ..ops.native.kernel_names import ADAPTER
 from ..sharding.mesh import Mesh
+from ..sharding.spec import nbytes
 from .adapter_store import AdapterStore
 from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
 from .api.params import MAX_LOGPROBS
@@ -272,7 +274,8 @@ def make_runner(
         native.prepare(kernels_of(source.config)).result()
     load_weights = partial(load, folder, config, placement, options, source)
     weights = None
-    check_memory(options, weight_bytes(config, loader.weight_specs(config)))
+    tower_bytes = 0 if multimodal is None else media_bytes(config, multimodal)
+    check_memory(options, weight_bytes(config, loader.weight_specs(config)) + tower_bytes)
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
@@ -282,7 +285,7 @@ def make_runner(
         used_bytes = held_bytes(weights) + working_bytes(
             config, weights, shape, options.block_size, mesh, drafter
         )
-        budget = max(0, usable_memory(options) - used_bytes)
+        budget = max(0, usable_memory(options) - used_bytes - tower_bytes)
     if hosts is not None:
         budget = hosts.agree_on_budget(budget, device_and_kernels())
     max_len, num_pages = size_cache(
@@ -356,6 +359,14 @@ def multimodal_of(folder: Path, options: EngineOptions) -> Multimodal | None:
         log.info("over several devices this model serves text only")
         return None
     return described
+
+
+def media_bytes(config: ModelConfig, multimodal: Multimodal) -> int:
+    """Bytes of the tower's weights and of the media store."""
+    tower = multimodal.tower
+    row_bytes = tower.merger.out * jnp.dtype(config.dtype).itemsize
+    weights = replace(tower, model=replace(tower.model, dtype=config.dtype))
+    return nbytes(tower_specs(weights)) + STORE_ROWS * (1 + len(tower.deepstack)) * row_bytes
 
 
 def media_of(

@@ -275,7 +275,10 @@ class LLM:
         """Return the likeliest continuations of every prompt, for `concurrency_limit` prompts at a
         time.
         """
-        parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in prompt_list(prompts)]
+        batch = prompt_list(prompts)
+        for prompt in batch:
+            refuse_media(prompt, "beam search")
+        parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in batch]
         tokens = [tokens for _, tokens, _ in parsed]
         request_options = [options for *_, options in parsed]
         return search(self.engine, tokens, params, request_options, self.turn, concurrency_limit)
@@ -549,6 +552,12 @@ def read_media(
     images = media_data["image"]
     images = images if isinstance(images, list | tuple) else [images]
     return engine.read_images(tokens, [MessageImage(MEDIA_FIELD, image) for image in images])
+
+
+def refuse_media(prompt: Any, method: str) -> None:
+    """Refuse a prompt with images where they would be left out."""
+    if isinstance(prompt, Mapping) and prompt.get(MEDIA_FIELD):
+        raise RequestError(MEDIA_FIELD, f"cannot be used with {method}; leave it out")
 
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -75,6 +75,15 @@ class MediaReader:
             return tokens, None
         return self.place(tokens, [self.item(image) for image in images])
 
+    def check_text(self, tokens: Sequence[int]) -> None:
+        """Refuse a prompt without images that has a placeholder."""
+        if self.multimodal.image_token in tokens:
+            raise RequestError(
+                "prompt",
+                f"has a placeholder (token {self.multimodal.image_token}), and comes without "
+                "images",
+            )
+
     def item(self, image: MessageImage) -> MediaItem:
         """The patches of an image."""
         try:

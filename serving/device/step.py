@@ -362,11 +362,10 @@ def step_of_one(
             axes,
             types_T,
         )
-    axis_positions_AT = None
+    axis_positions_AT = None if batch.shifts_AT is None else positions_T + batch.shifts_AT
     add_after = None
     if state.media_RED is not None:
         x = with_media(x, state.media_RED, batch.media_T)
-        axis_positions_AT = positions_T + batch.shifts_AT
         if state.media_RED.shape[1] > 1:
             add_after = partial(media_after, state.media_RED, batch.media_T, x[0].dtype)
     feature_layers = () if drafter is None else drafter.feature_layers

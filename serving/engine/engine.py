@@ -114,6 +114,8 @@ class Engine:
                 "request_id", f"{client_id!r} is being served already; ids must differ"
             )
         self.admission.check(tokens, params, pooling is not None)
+        if media is None and self.media_reader is not None:
+            self.media_reader.check_text(tokens)
         if request_options.adapter is not None and self.adapters is None:
             raise RequestError("lora_request", NO_ADAPTERS)
         if (

@@ -166,6 +166,8 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
     tokens, media = engine.read_images(tokens, take_images(messages)[1])
     if media is not None and request.truncate_prompt_tokens is not None:
         raise RequestError("truncate_prompt_tokens", "cannot be used with images; leave it out")
+    if media is not None and request.length_penalty is not None:
+        raise RequestError("use_beam_search", "cannot be used with images; leave it out")
     tokens = truncate_prompt(tokens, request, params, engine)
     ask = EngineRequest(tokens, params, text, request.request_options, media=media)
     return Prepared(

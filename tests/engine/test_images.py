@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 from quire.ops import native
 from quire.serving import build
 from quire.serving.api.errors import RequestError
+from quire.serving.engine.beam_search import BeamSearchParams
 from quire.tests.support import tiny_vision
 from quire.tests.support.tiny_vision import IMAGE, VISION_END, VISION_START
 
@@ -235,6 +236,11 @@ def test_chat_reads_pictures_files_and_data_urls(llm):
 def test_invalid_images_are_refused(llm, prompt, message):
     with pytest.raises(RequestError, match=message):
         llm.generate([prompt], PARAMS, use_tqdm=False)
+
+
+def test_beam_search_refuses_images(llm, prompts):
+    with pytest.raises(RequestError, match="cannot be used with beam search"):
+        llm.beam_search([prompts[0]], BeamSearchParams(beam_width=2, max_tokens=4))
 
 
 def test_language_model_only_serves_text(folder, prompts, expected):

@@ -415,7 +415,7 @@ def test_concurrent_async_requests(server):
         ({"temperature": 3000}, "temperature"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-         "messages[0].content[0].type"),
+         "messages[0].content[0].image_url.url"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"stop": ["x"] * 65}, "stop"),

@@ -97,3 +97,15 @@ def test_unusable_image_is_a_400_that_names_the_field(client, part, param, messa
 def test_placeholder_typed_as_text_is_a_400(client):
     with pytest.raises(openai.BadRequestError, match="comes with 0 images, and the prompt has 1"):
         ask(client, {"type": "text", "text": tiny_vision.PLACEHOLDER})
+    with pytest.raises(openai.BadRequestError, match="has a placeholder .* comes without images"):
+        client.completions.create(model="eyes", prompt=tiny_vision.PLACEHOLDER, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "field", [{"truncate_prompt_tokens": 8}, {"use_beam_search": True, "n": 2}]
+)
+def test_fields_that_would_lose_an_image_are_refused(client, field):
+    part = image_part(data_url(picture(40, 40)))
+    with pytest.raises(openai.BadRequestError, match="cannot be used with images") as error:
+        ask(client, part, max_tokens=4, extra_body=field)
+    assert error.value.param in field

@@ -378,6 +378,7 @@ def media_of(
     native.prepare(kernels_of(tower.model)).result()
     max_rows = min(MEDIA_ROWS["cpu" if on_host() else "gpu"], max_len)
     load_tower = partial(tower_checkpoint.load, folder, tower, multimodal.kind)
+    log.info("reads images, of up to %d tokens each", max_rows)
     encoder = MediaEncoder(tower, value_table(multimodal.rule), load_tower, STORE_ROWS, max_rows)
     return encoder, MediaReader(multimodal, max_rows * tower.group, MAX_IMAGES)
 

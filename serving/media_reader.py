@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from ..model.images import pixels
-from ..model.images.decode import import_pillow
+from ..model.images.decode import import_pillow, to_rgb
 from ..model.images.decoder import ImageDecoder, ImagePatches, patches_digest
 from ..model.images.errors import ImageError
 from ..model.images.header import MAX_PIXELS
@@ -124,7 +124,7 @@ class MediaReader:
                 f"is {shown(content)}; it must be a PIL image, a uint8 array [height, width, 3] or "
                 "the bytes of a file",
             )
-        picture = content if content.mode == "RGB" else content.convert("RGB")
+        picture = content if content.mode == "RGB" else to_rgb(content)
         patches = pixels.patches(picture, self.rule)
         rows, columns = self.rule.grid(*picture.size)
         digest = patches_digest(self.rule, rows, columns, patches)

@@ -487,9 +487,7 @@ def log_ignored(names: list[str]) -> None:
         counts = ", ".join(
             f"{place} ({count})" for place, count in sorted(counts_by_module.items())
         )
-        logging.getLogger("quire").info(
-            "tensors that are not loaded, since only text is served: %s", counts
-        )
+        logging.getLogger("quire").info("tensors that are not part of the text model: %s", counts)
 
 
 def find_sources(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:

@@ -70,7 +70,7 @@ def _decode_rgb(pillow: Any, data: bytes, header: ImageHeader) -> Image.Image:
                     f"header must state the same size, not {header.width} x {header.height}"
                 )
             image.load()
-            return _to_rgb(pillow, image)
+            return to_rgb(image)
     except (ImageError, MemoryError):
         raise
     except pillow.UnidentifiedImageError:
@@ -79,7 +79,9 @@ def _decode_rgb(pillow: Any, data: bytes, header: ImageHeader) -> Image.Image:
         raise ImageError(f"{format_name} image is damaged or truncated: {error}") from None
 
 
-def _to_rgb(pillow: Any, image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB, on white where it is transparent; 16 bits are scaled to 8."""
+    pillow = import_pillow()
     if image.mode.startswith("I"):
         return _from_sixteen_bits(pillow, image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:

@@ -51,10 +51,7 @@ def test_text_model_of_a_multimodal_folder_is_loaded(tmp_path, caplog):
         multimodal_weights.layers[1].attention.qkv_DGH, text_weights.layers[1].attention.qkv_DGH
     )
     assert [record.getMessage() for record in caplog.records] == [
-        (
-            "tensors that are not loaded, since only text is served: multi_modal_projector (1), "
-            "vision_tower (2)"
-        )
+        ("tensors that are not part of the text model: multi_modal_projector (1), vision_tower (2)")
     ]
 
 

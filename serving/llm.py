@@ -13,6 +13,7 @@ from ..model.config import FAR
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
 from .adapter_store import with_adapter
+from .api.content import MessageImage, take_images
 from .api.errors import RequestError
 from .api.lora import LoRARequest, adapter_per_prompt
 from .api.options import EngineOptions, Pooling, make_options, no_flag, takes_options
@@ -37,7 +38,6 @@ from .observe.metrics import Metrics
 from .progress import bar, stages
 from .protocol.chat import parse_messages
 from .protocol.fields import TEMPLATE, template_options
-from .protocol.media import MessageImage, take_images
 from .protocol.tools import parse_tools
 from .request import classes, pooling, scoring
 from .request.media import PromptMedia

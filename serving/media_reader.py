@@ -13,9 +13,9 @@ from ..model.images.errors import ImageError
 from ..model.images.header import MAX_PIXELS
 from ..model.images.rule import AreaSizing, ImageRule
 from ..model.multimodal import Multimodal
+from .api.content import MessageImage
 from .api.errors import RequestError
 from .api.validation import shown
-from .protocol.media import MessageImage
 from .request.media import MediaItem, MediaSpan, PromptMedia
 
 

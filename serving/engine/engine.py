@@ -9,12 +9,12 @@ from typing import Any
 from ...model.checkpoint.embedder import Embedder
 from ...model.config import FAR
 from ...model.text.tokenizer import Tokenizer
+from ..api.content import MessageImage
 from ..api.errors import QueueFull, RequestError
 from ..api.options import Pooling
 from ..api.params import PLAIN, RequestOptions, SamplingParams
 from ..cache.page_table import PageTable
 from ..media_reader import MediaReader
-from ..protocol.media import MessageImage
 from ..request.media import PromptMedia
 from ..request.request import Request
 from ..speculative.config import SpeculativeConfig

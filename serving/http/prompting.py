@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ...model.text.chat_template import PromptError
 from ...model.text.tokenizer import Tokenizer
 from .. import parsing
+from ..api.content import take_images
 from ..api.errors import RequestError, TooLong
 from ..api.params import SamplingParams
 from ..api.structured import ServersGrammar
@@ -30,7 +31,6 @@ from ..protocol.answers.answer import (
     ResponsesRequest,
 )
 from ..protocol.context import Messages, drop_oldest_turns, edit_messages
-from ..protocol.media import take_images
 from ..protocol.pooling import EmbeddingRequest
 from ..protocol.sent_fields import ToolSchemaError
 from ..protocol.tools import INPUT

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ..api.content import text_part
 from ..api.errors import RequestError
 from ..api.params import SAMPLING
 from ..api.validation import boolean, shown
@@ -322,8 +323,7 @@ def content_parts(param: str, content: list[Any], ignored: set[str]) -> list[dic
         if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES:
             parts.append(parse_image(f"{param}[{i}]", part, ignored))
         else:
-            text = part_text(f"{param}[{i}]", part, ignored)
-            parts.append({"type": "text", "text": text})
+            parts.append(text_part(part_text(f"{param}[{i}]", part, ignored)))
     return parts
 
 

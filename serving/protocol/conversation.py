@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..api.content import Content, parts_of
 from ..api.errors import RequestError
 from ..api.validation import shown, unicode_text
 
@@ -22,15 +23,26 @@ class Conversation:
         """The role of the last message."""
         return self.messages[-1]["role"] if self.messages else None
 
-    def add_message(self, role: str, text: str) -> None:
+    def add_message(self, role: str, content: Content) -> None:
         """Add a message.
 
         System messages at the start are joined, since some templates take only one.
         """
         if role == "system" and [message["role"] for message in self.messages] == ["system"]:
-            self.messages[0]["content"] += f"\n\n{text}"
+            self.messages[0]["content"] += f"\n\n{content}"
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": content})
+
+    def add_user_part(self, part: dict[str, Any]) -> None:
+        """Add a text or an image to the user's message at the end, or to a new one."""
+        if self.role != "user":
+            self.add_message("user", part["text"] if part["type"] == "text" else [part])
+            return
+        content = self.messages[-1]["content"]
+        if isinstance(content, str) and part["type"] == "text":
+            self.messages[-1]["content"] = f"{content}\n{part['text']}"
+        else:
+            self.messages[-1]["content"] = [*parts_of(content), part]
 
     def assistant_message(self) -> dict[str, Any]:
         """The assistant's message at the end, or a new one."""
@@ -50,7 +62,7 @@ class Conversation:
         )
         self.called[call_id] = name
 
-    def add_result(self, param: str, call_id: Any, text: str) -> None:
+    def add_result(self, param: str, call_id: Any, content: Content) -> None:
         """Add the result of a tool call; `param` is the field with its id."""
         name = self.called.get(unicode_text(param, call_id))
         if name is None:
@@ -58,5 +70,5 @@ class Conversation:
                 param, f"must be the id of a call that stands before it, got {shown(call_id)}"
             )
         self.messages.append(
-            {"role": "tool", "tool_call_id": call_id, "content": text, "name": name}
+            {"role": "tool", "tool_call_id": call_id, "content": content, "name": name}
         )

@@ -1,32 +1,34 @@
-"""Images in the messages of a conversation."""
+"""Parsing of images in the messages of a conversation."""
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from ..api.content import Content, image_part, joined_texts, text_part
 from ..api.errors import RequestError
-from ..api.validation import shown
-from .objects import keep_known_fields
+from ..api.validation import shown, unicode_text
+from .objects import Kinds, keep_known_fields, parse_list, parse_typed_object
 
 IMAGE_TYPES = ("image_url", "input_image", "image_pil")
 DATA = "data:"
 BASE64 = ";base64"
+SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}  # of Anthropic's image blocks
 
 
-class MessageImage(NamedTuple):
-    """An image of a message."""
-
-    param: str  # the field that held it
-    content: Any  # the bytes of a file, or in Python a PIL image
+ParseImage = Callable[[str, dict[str, Any]], dict[str, Any]]  # of a field and a part
 
 
 def parse_image(param: str, part: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
     """Parse a content part of one of IMAGE_TYPES: OpenAI's chat, its Responses, Python's own."""
-    kind = part["type"]
-    if kind == "image_pil":
-        return {"type": "image", "image": MessageImage(f"{param}.image_pil", part.get("image_pil"))}
-    part = keep_known_fields(param, part, ("type", "image_url", "detail", "uuid"), ignored)
+    if part["type"] == "image_pil":
+        return image_part(f"{param}.image_pil", part.get("image_pil"))
+    names = ("type", "image_url", "detail", "uuid")
+    return parse_image_url(param, keep_known_fields(param, part, names, ignored), ignored)
+
+
+def parse_image_url(param: str, part: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
+    """Parse an OpenAI part, whose `image_url` is a URL or an object with one."""
     url = part.get("image_url")
     detail = part.get("detail")
     name = f"{param}.image_url"
@@ -37,10 +39,29 @@ def parse_image(param: str, part: Mapping[str, Any], ignored: set[str]) -> dict[
         name = f"{name}.url"
     if detail not in (None, "auto", "high"):
         raise RequestError(
-            f"{param}.detail", f"must be 'auto' or 'high', got {shown(detail)}; images are read "
-            "at one resolution"
-        )  # fmt: skip
-    return {"type": "image", "image": MessageImage(name, decode_data_url(name, url))}
+            f"{param}.detail",
+            f"must be 'auto' or 'high', got {shown(detail)}; images are read at one resolution",
+        )
+    return image_part(name, decode_data_url(name, url))
+
+
+def parse_input_image(param: str, part: dict[str, Any]) -> dict[str, Any]:
+    """Parse an `input_image` of the Responses API."""
+    if "file_id" in part:
+        raise RequestError(
+            f"{param}.file_id", "cannot be read here; send the image in image_url, as a data: URL"
+        )
+    return parse_image_url(param, part, set())
+
+
+def parse_image_block(param: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Parse an image block of Anthropic's messages."""
+    source = parse_typed_object(f"{param}.source", block.get("source"), SOURCES)
+    if source["type"] == "url":
+        name = f"{param}.source.url"
+        return image_part(name, decode_data_url(name, source.get("url")))
+    name = f"{param}.source.data"
+    return image_part(name, decode_base64(name, source.get("data")))
 
 
 def decode_data_url(param: str, url: Any) -> bytes:
@@ -54,25 +75,40 @@ def decode_data_url(param: str, url: Any) -> bytes:
             f"must be a data: URL such as 'data:image/png;base64,...', got {shown(url[:64])}; the "
             "server fetches no URLs",
         )
+    return decode_base64(param, encoded)
+
+
+def decode_base64(param: str, text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise RequestError(param, f"must be base64, got {shown(text)}")
     try:
-        return base64.b64decode(encoded, validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(param, "holds invalid base64") from None
 
 
-def take_images(
-    messages: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], list[MessageImage]]:
-    """The messages as chat templates read them, with `{"type": "image"}` for each image, and the
-    images in order.
+def join_parts(
+    param: str, value: Any, kinds: Kinds, max_parts: int, image_kind: str, parse: ParseImage
+) -> Content:
+    """As `join_texts`, but a list with an image stays a list of texts and images.
+
+    Args:
+        param: The field.
+        value: A string, or a list of parts.
+        kinds: The fields of each kind of part.
+        max_parts: Of a list.
+        image_kind: The kind that is an image.
+        parse: Parses a part of that kind.
     """
-    images: list[MessageImage] = []
-    taken = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            images += [part["image"] for part in content if part["type"] == "image"]
-            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
-            message = {**message, "content": content}
-        taken.append(message)
-    return taken, images
+    if not isinstance(value, list):
+        return unicode_text(param, value)
+    parts = []
+    for i, content_part in enumerate(parse_list(param, value, max_parts)):
+        fields = parse_typed_object(f"{param}[{i}]", content_part, kinds)
+        if fields["type"] == image_kind:
+            parts.append(parse(f"{param}[{i}]", fields))
+        else:
+            name = kinds[fields["type"]][0]
+            parts.append(text_part(unicode_text(f"{param}[{i}].{name}", fields.get(name))))
+    has_image = any(part["type"] == "image" for part in parts)
+    return parts if has_image else joined_texts(parts)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..api.content import text_part
 from ..api.errors import RequestError
 from ..api.params import SAMPLING
 from ..api.validation import INT32_MAX, boolean, integer, shown, strings, unicode_text
@@ -22,6 +23,7 @@ from .fields import (
     sampling_fields,
     template_options,
 )
+from .media import join_parts, parse_image_block
 from .objects import join_texts, parse_list, parse_message_fields, parse_object, parse_typed_object
 from .tools import MAX_TOOLS, function_choice, parse_function, strict_functions
 
@@ -62,8 +64,13 @@ REFUSED = {
     "stop": "is stop_sequences here",
 }
 TEXT = {"text": ("text", "citations", "cache_control")}
+IMAGE = {"image": ("source", "cache_control")}
 BLOCKS = {
-    "user": {**TEXT, "tool_result": ("tool_use_id", "content", "is_error", "cache_control")},
+    "user": {
+        **TEXT,
+        "tool_result": ("tool_use_id", "content", "is_error", "cache_control"),
+        **IMAGE,
+    },
     "assistant": {
         **TEXT,
         "thinking": ("thinking", "signature"),
@@ -182,22 +189,30 @@ def add_block(conversation: Conversation, param: str, role: str, block: dict[str
         )
         conversation.add_call(name, call_id, require_object(f"{param}.input", block.get("input")))
     elif kind == "tool_result":
-        text = join_texts(f"{param}.content", block.get("content", ""), TEXT, MAX_MESSAGES)
-        # Chat templates have no field for it.
-        is_error = boolean(f"{param}.is_error", block.get("is_error", False))
-        conversation.add_result(
-            f"{param}.tool_use_id", block.get("tool_use_id"), f"Error: {text}" if is_error else text
+        content = join_parts(
+            f"{param}.content",
+            block.get("content", ""),
+            TEXT | IMAGE,
+            MAX_MESSAGES,
+            "image",
+            parse_image_block,
         )
+        # Chat templates have no field for it.
+        if boolean(f"{param}.is_error", block.get("is_error", False)):
+            content = (
+                f"Error: {content}" if isinstance(content, str) else [text_part("Error:"), *content]
+            )
+        conversation.add_result(f"{param}.tool_use_id", block.get("tool_use_id"), content)
+    elif kind == "image":
+        conversation.add_user_part(parse_image_block(param, block))
     elif kind == "thinking":
         conversation.add_reasoning(unicode_text(f"{param}.thinking", block.get("thinking")))
     else:
         text = unicode_text(f"{param}.text", block.get("text"))
         if role == "assistant":
             conversation.assistant_message()["content"] += text
-        elif conversation.role == "user":
-            conversation.messages[-1]["content"] += f"\n{text}"
         else:
-            conversation.add_message("user", text)
+            conversation.add_user_part(text_part(text))
 
 
 def require_object(param: str, value: Any) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..api.content import Content, parts_of
 from ..api.errors import RequestError
 from ..api.validation import shown
 from .answers.answer import Delivery, OllamaRequest
@@ -75,7 +76,11 @@ def parse_generate(body: Any) -> OllamaRequest:
                     excluded, f"has no place with {name}, which leaves the chat template out"
                 )
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
+    images = fields.get("images", ())
+    for name in ("raw", "suffix", "context"):
+        if images and fields.get(name):
+            raise RequestError("images", f"have no place with {name}; leave one of them out")
+    messages.append({"role": "user", "content": with_images(prompt, images)})
     return make_request(
         fields,
         messages,
@@ -84,6 +89,11 @@ def parse_generate(body: Any) -> OllamaRequest:
         raw=fields.get("raw", False),
         context=fields.get("context", ()),
     )
+
+
+def with_images(text: str, images: Sequence[dict[str, Any]]) -> Content:
+    """A message's images and, after them, its text."""
+    return [*images, *parts_of(text)] if images else text
 
 
 def is_requested(fields: Mapping[str, Any], name: str) -> bool:
@@ -178,7 +188,12 @@ def parse_messages(value: Sequence[Any], ignored: set[str]) -> list[dict[str, An
             for name, field in known_fields.items()
         }
         role = MESSAGE["role"].check(f"{param}.role", fields.get("role"))
-        parsed: dict[str, Any] = {"role": role, "content": fields.get("content", "")}
+        content = fields.get("content", "")
+        if role in ("user", "tool"):
+            content = with_images(content, fields.get("images", ()))
+        elif fields.get("images"):
+            raise RequestError(f"{param}.images", "belong to messages of the roles user and tool")
+        parsed: dict[str, Any] = {"role": role, "content": content}
         if "thinking" in fields:
             parsed["reasoning_content"] = fields["thinking"]
         if fields.get("tool_calls"):

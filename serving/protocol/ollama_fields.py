@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..api.content import image_part
 from ..api.errors import RequestError
 from ..api.params import MAX_LOGPROBS, SAMPLING, SEEDS
 from ..api.validation import (
@@ -25,6 +26,7 @@ from ..api.validation import (
 )
 from .chat import MAX_MESSAGES
 from .fields import ABSENT, MAX_SCHEMA, known_fields
+from .media import decode_base64
 from .objects import parse_list
 from .pooling import MAX_DIMENSIONS, MAX_PROMPTS
 from .tokens import MAX_TOKENS
@@ -33,7 +35,6 @@ from .tools import MAX_NAME, MAX_TOOLS, TOOL_NAME
 ROLES = ("system", "user", "assistant", "tool")
 LEVELS = ("low", "medium", "high")
 DURATION = r"-?([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+|-?[0-9]+"
-IMAGES = "are not understood: the models of this server read text; leave it out"
 TEMPLATE = (
     "is in Go's template language there, and templates are Jinja here: quire serve "
     "--chat-template names one, and with raw the prompt is taken as it is"
@@ -244,12 +245,18 @@ TOOL = object_schema(
     "function",
 )
 CALLED = object_schema({"name": TEXT.schema, "arguments": {"anyOf": [OBJECT, TEXT.schema]}}, "name")
-NO_IMAGES = only_value([], IMAGES)
+IMAGES = rule(
+    lambda param, value: [
+        image_part(f"{param}[{i}]", decode_base64(f"{param}[{i}]", image))
+        for i, image in enumerate(parse_list(param, value, MAX_MESSAGES))
+    ],
+    many(TEXT.schema, MAX_MESSAGES),
+)
 MESSAGE = {  # fields of messages; others are ignored
     "role": rule(parse_role, {"enum": list(ROLES)}),
     "content": TEXT,
     "thinking": TEXT,
-    "images": NO_IMAGES,
+    "images": IMAGES,
     "tool_calls": object_list(
         MAX_MESSAGES, object_schema({"id": TEXT.schema, "function": CALLED}, "function")
     ),
@@ -292,7 +299,7 @@ GENERATE = WRITES | {
         lambda param, value: token_ids(param, value, MAX_TOKENS), many(TOKEN, MAX_TOKENS)
     ),
     "template": only_value("", TEMPLATE),
-    "images": NO_IMAGES,
+    "images": IMAGES,
     **dict.fromkeys(("width", "height", "steps"), only_value(0, ABSENT)),
     **dict.fromkeys(("debug_render_only", "_debug_render_only"), only_value(False, ABSENT)),
 }

@@ -5,6 +5,7 @@ import binascii
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..api.content import Content, joined_texts, text_part
 from ..api.errors import RequestError
 from ..api.params import SAMPLING
 from ..api.validation import boolean, shown, unicode_text
@@ -25,7 +26,15 @@ from .fields import (
     template_options,
 )
 from .fields import LABELS as COMMON_LABELS
-from .objects import join_texts, parse_list, parse_message_fields, parse_object, parse_typed_object
+from .media import join_parts, parse_input_image
+from .objects import (
+    Kinds,
+    join_texts,
+    parse_list,
+    parse_message_fields,
+    parse_object,
+    parse_typed_object,
+)
 from .tools import INPUT, parse_choice, parse_tools, strict_functions
 
 SAMPLING_FIELDS = sampling_fields("responses")
@@ -135,6 +144,7 @@ PARTS = {
     "output_text": ("text", "annotations", "logprobs"),
     "refusal": ("refusal",),
 }
+IMAGE = {"input_image": ("image_url", "detail", "file_id")}
 FORMATS = {
     "text": (),
     "json_object": (),
@@ -157,7 +167,11 @@ def ask_for_summary(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     *earlier, last = messages
     if last["role"] != "user":
         return [*messages, {"role": "user", "content": SUMMARY_REQUEST}]
-    return [*earlier, last | {"content": f"{last['content']}\n\n({SUMMARY_REQUEST})"}]
+    request = f"({SUMMARY_REQUEST})"
+    content = last["content"]
+    if isinstance(content, str):
+        return [*earlier, last | {"content": f"{content}\n\n{request}"}]
+    return [*earlier, last | {"content": [*content, text_part(request)]}]
 
 
 def parse(body: Any, history: History | None = None) -> ResponsesRequest:
@@ -291,11 +305,23 @@ def add_message(
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{param}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
+    if role == "user":
+        conversation.add_message(
+            role, parse_content(f"{param}.content", fields.get("content"), PARTS)
+        )
+        return
     text = join_texts(f"{param}.content", fields.get("content"), PARTS, MAX_MESSAGES)
     if role != "assistant" or last_kind == "message":  # adjacent messages stay separate
         conversation.add_message(ROLES[role], text)
     else:
         conversation.assistant_message()["content"] += text
+
+
+def parse_content(param: str, value: Any, kinds: Kinds) -> Content:
+    """A text, or a list of texts and images."""
+    return join_parts(
+        param, value, {**kinds, **IMAGE}, MAX_MESSAGES, "input_image", parse_input_image
+    )
 
 
 def add_reasoning(
@@ -344,7 +370,7 @@ def add_compaction(
     """Add a summary, joined with the user messages before it: templates expect turns."""
     text = f"{SUMMARY_HEADING}\n{decode_summary(f'{param}.encrypted_content', fields.get('encrypted_content'))}"
     while conversation.role == "user":
-        text = f"{conversation.messages.pop()['content']}\n\n{text}"
+        text = f"{joined_texts(conversation.messages.pop()['content'])}\n\n{text}"
     conversation.add_message("user", text)
 
 
@@ -363,8 +389,8 @@ def decode_summary(param: str, value: Any) -> str:
 def add_output(
     conversation: Conversation, param: str, fields: dict[str, Any], _: str | None
 ) -> None:
-    text = join_texts(f"{param}.output", fields.get("output"), PARTS, MAX_MESSAGES)
-    conversation.add_result(f"{param}.call_id", fields.get("call_id"), text)
+    content = parse_content(f"{param}.output", fields.get("output"), PARTS)
+    conversation.add_result(f"{param}.call_id", fields.get("call_id"), content)
 
 
 ADD = {

@@ -294,7 +294,7 @@ def test_concurrent_async_requests(server):
         ({"extra_body": {"temprature": 1}}, "temprature"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].source.type",
         ),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

@@ -411,7 +411,7 @@ def test_empty_request_loads_the_model(client):
         (
             "/api/chat",
             {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
-            "messages[0].images",
+            "messages[0].images[0]",
         ),
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ("/api/chat", {"messages": 5}, "messages"),
@@ -445,7 +445,7 @@ def test_empty_request_loads_the_model(client):
             {"messages": [{"role": "assistant", "tool_calls": [5]}]},
             "messages[0].tool_calls[0]",
         ),
-        ("/api/generate", {"images": ["aGk="]}, "images"),
+        ("/api/generate", {"images": ["aGk="]}, "images[0]"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {"raw": True, "system": "x"}, "system"),
         ("/api/generate", {"context": [-1]}, "context[0]"),

@@ -2,9 +2,12 @@
 name.
 """
 
+import base64
 import io
 
+import anthropic
 import numpy as np
+import ollama
 import openai
 import pytest
 from openai import OpenAI
@@ -32,6 +35,55 @@ def client(tmp_path_factory):
     model = Model(("eyes",), lambda: make_engine(options))
     with served(model, formats=Formats("none")) as state:
         yield OpenAI(base_url=f"{state.url}/v1", api_key="none", max_retries=0)
+
+
+def test_every_protocol_reads_images(client):
+    """The official clients of four protocols send an image and get the same answer."""
+    file = picture(48, 40, seed=3)
+    encoded = base64.b64encode(file).decode()
+    text = "What is on it?"
+    server = str(client.base_url).removesuffix("/v1/")
+    chat = client.chat.completions.create(
+        model="eyes", temperature=0, max_tokens=8,
+        messages=[{"role": "user", "content": [
+            image_part(data_url(file)), {"type": "text", "text": text}]}],
+    )  # fmt: skip
+    expected = chat.choices[0].message.content
+    response = client.responses.create(
+        model="eyes", temperature=0, max_output_tokens=8,
+        input=[{"role": "user", "content": [
+            {"type": "input_image", "image_url": data_url(file), "detail": "auto"},
+            {"type": "input_text", "text": text}]}],
+    )  # fmt: skip
+    assert response.output_text == expected
+    source = {"type": "base64", "media_type": "image/png", "data": encoded}
+    message = anthropic.Anthropic(base_url=server, api_key="none").messages.create(
+        model="eyes", extra_body={"temperature": 0}, max_tokens=8,
+        messages=[{"role": "user", "content": [
+            {"type": "image", "source": source}, {"type": "text", "text": text}]}],
+    )  # fmt: skip
+    assert message.content[0].text == expected
+    reader = ollama.Client(host=server)
+    assert "vision" in reader.show("eyes").capabilities
+    options = {"temperature": 0, "num_predict": 8}
+    messages = [{"role": "user", "content": text, "images": [file]}]
+    assert reader.chat("eyes", messages, options=options).message.content == expected
+    assert reader.generate("eyes", text, images=[encoded], options=options).response == expected
+
+
+def test_tool_result_with_an_image_is_read(client):
+    """An image in the result of a tool counts as in a message of the user."""
+    part = image_part(data_url(picture(48, 40)))
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    answer = client.chat.completions.create(
+        model="eyes", temperature=0, max_tokens=4,
+        messages=[
+            {"role": "user", "content": "Look!"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [part]},
+        ],
+    )  # fmt: skip
+    assert answer.usage.prompt_tokens > (48 // 8) * (40 // 8)
 
 
 def picture(width: int, height: int, seed: int = 0, format: str = "PNG") -> bytes:

@@ -498,15 +498,15 @@ def test_final_assistant_message_is_continued():
         (user_turn(), "messages[1].content: must be a list of 1 to"),
         (
             user_turn({"type": "image", "source": {}}),
-            "messages[1].content[0].type: must be text or tool_result, got 'image'",
+            "messages[1].content[0].source.type: must be base64 or url",
         ),
         (
             user_turn(text_block("a"), {"type": "document"}),
-            "messages[1].content[1].type: must be text or tool_result",
+            "messages[1].content[1].type: must be text or tool_result or image",
         ),
         (
             user_turn(tool_use_block(1)),
-            "messages[1].content[0].type: must be text or tool_result, got 'tool_use'",
+            "messages[1].content[0].type: must be text or tool_result or image, got 'tool_use'",
         ),
         (user_turn({"type": "text"}), "messages[1].content[0].text: must be a string"),
         (
@@ -515,7 +515,7 @@ def test_final_assistant_message_is_continued():
         ),
         (
             user_turn(tool_result_block(1, [{"type": "image"}])),
-            "messages[1].content[0].content[0].type: must be text, got 'image'",
+            "messages[1].content[0].content[0].source.type: must be base64 or url",
         ),
         (
             user_turn(tool_result_block(1, "x", is_error=1)),

@@ -458,12 +458,11 @@ ENDPOINTS = [
         "/api/generate",
         ollama.parse_generate,
         {"model": "quill", "prompt": "Hi"},
-        values=OLLAMA_VALUES,
+        values=OLLAMA_VALUES | {"images": ["aGk="]},
         required_with=LOGPROB_NEEDS,
         idle={
             "shift": True,
             "template": "",
-            "images": [],
             "width": 0,
             "height": 0,
             "steps": 0,

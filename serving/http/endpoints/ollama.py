@@ -59,6 +59,8 @@ def prepare(engine: Engine, request: OllamaRequest, formats: Formats) -> Prepare
     if request.prompt is None:
         return prompting.chat(engine, request, formats)
     is_untemplated = tokenizer.chat_template is None and len(request.messages) == 1
+    if is_untemplated and not isinstance(request.messages[0]["content"], str):
+        raise RequestError("images", "need a chat template, and the model has none")
     if request.raw or request.suffix or is_untemplated:
         completion_request = CompletionRequest(
             [request.prompt],
@@ -284,6 +286,7 @@ def capabilities(engine: Engine, formats: Formats, template: str) -> list[str]:
     tools, thoughts = formats.parsers(template)
     has_capability = {
         "completion": engine.config.writes,
+        "vision": engine.media_reader is not None,
         "tools": tools is not None and "tools" in template,
         "thinking": thoughts is not None,
         "insert": engine.tokenizer is not None and engine.tokenizer.infill is not None,

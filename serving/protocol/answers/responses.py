@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...api.content import joined_texts
 from ...parsing.pieces import Arguments, CallStart, Piece, ReasoningPiece, TextPiece
 from .answer import (
     ChatRequest,
@@ -156,7 +157,11 @@ def compacted(
 ) -> dict[str, Any]:
     """The body of /v1/responses/compact: the user messages, and the summary in base64."""
     [answer] = answers
-    user_texts = [message["content"] for message in request.messages if message["role"] == "user"]
+    user_texts = [
+        joined_texts(message["content"])
+        for message in request.messages
+        if message["role"] == "user"
+    ]
     output: list[dict[str, Any]] = [
         {"id": f"msg_{i}_{head.id}", "type": "message", "role": "user", "status": "completed",
          "content": [{"type": "input_text", "text": text}]} for i, text in enumerate(user_texts)

@@ -109,7 +109,8 @@ def run_layers(
         config: The config of the whole model.
         hooks: How layers attend, recur and are observed.
         axes: The device axes.
-        axis_positions_AT: The positions of each axis, for rotary embeddings with several.
+        axis_positions_AT: The positions of each axis, for rotary embeddings with several; None: all
+            axes have the positions of the sequence, as in drafters.
     """
     x_TD, per_layer_TLA = x
     rows = Residual(x_TD)
@@ -121,7 +122,9 @@ def run_layers(
     # Computed once per step and shared by the layers.
     ropes = {
         rope: angles(
-            axis_positions(axis_positions_AT, rope.axes) if rope.axes else positions_T,
+            positions_T
+            if axis_positions_AT is None or not rope.axes
+            else axis_positions(axis_positions_AT, rope.axes),
             rope.inv_freq,
             rope.factor,
         )

@@ -4,6 +4,7 @@ compiled.
 
 import atexit
 import hashlib
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,11 @@ from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.images.pixels import value_table
 from ..model.mixers.attention import SHIFT_POSITIONS
-from ..model.multimodal import Multimodal, with_axes
+from ..model.multimodal import Multimodal, is_multimodal, with_axes
 from ..model.multimodal import read as read_multimodal
 from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer, find_tokenizer
 from ..model.towers import checkpoint as tower_checkpoint
-from ..model.towers.checkpoint import has_tower
 from ..model.towers.weights import abstract as tower_specs
 from ..model.weights import ModelWeights
 from ..ops import native
@@ -72,7 +72,7 @@ from .speculative.on_device.loading import DraftSource, draft_folder, load_draft
 log = logging.getLogger("quire")
 
 SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
-MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}  # of an image at most, which its encoder computes at once
+MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}  # largest number of rows of an image
 STORE_ROWS = 8192  # of the device's media store
 MAX_IMAGES = 16  # of a prompt
 
@@ -94,6 +94,9 @@ def make_engine(
     progress("reading config")
     config = config_of(folder, options)
     multimodal = multimodal_of(folder, options)
+    reason = text_only_reason(options)
+    if reason is not None and is_multimodal(folder, options.hf_overrides):
+        log.info("the model serves text only: %s", reason)
     if config.file_format is not None:
         log.info("%s is a GGUF file in %s", options.model, config.file_format)
     if config.encodes and options.speculation is not None:
@@ -350,15 +353,20 @@ def make_runner(
 
 def multimodal_of(folder: Path, options: EngineOptions) -> Multimodal | None:
     """How the model reads images; None if it serves text only."""
-    described = (
-        None if options.language_model_only else read_multimodal(folder, options.hf_overrides)
-    )
-    if described is None or not has_tower(folder):
+    if text_only_reason(options) or not is_multimodal(folder, options.hf_overrides):
         return None
+    return read_multimodal(folder, options.hf_overrides)
+
+
+def text_only_reason(options: EngineOptions) -> str | None:
+    """Why a model that could read images serves text only; None if it reads them."""
+    if options.language_model_only:
+        return "language_model_only is set"
     if any(getattr(options, name) != 1 for name in (*PARALLEL.values(), "num_processes")):
-        log.info("over several devices this model serves text only")
-        return None
-    return described
+        return "models that are split over devices or processes read no images"
+    if importlib.util.find_spec("PIL") is None:
+        return "images need Pillow: pip install 'quire[images]'"
+    return None
 
 
 def media_bytes(config: ModelConfig, multimodal: Multimodal) -> int:
@@ -558,6 +566,8 @@ def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes
         jax.__version__,
         device_and_kernels(),
     ]
+    if (multimodal := multimodal_of(folder, options)) is not None:
+        facts.append(multimodal)
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=32)
     for path in model_files(folder, options):
         digest.update(repr((path.name, path.stat().st_size)).encode())

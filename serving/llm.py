@@ -13,7 +13,7 @@ from ..model.config import FAR
 from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
 from .adapter_store import with_adapter
-from .api.content import MessageImage, take_images
+from .api.content import MEDIA_FIELD, MessageImage, refuse_images, take_images
 from .api.errors import RequestError
 from .api.lora import LoRARequest, adapter_per_prompt
 from .api.options import EngineOptions, Pooling, make_options, no_flag, takes_options
@@ -47,7 +47,6 @@ from .search import Reward, SearchOutput, SearchParams, is_chat
 from .search import search as search_answers
 
 REQUEST_OPTIONS = tuple(declarations(RequestOptions))
-MEDIA_FIELD = "multi_modal_data"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", MEDIA_FIELD, *REQUEST_OPTIONS)
 
 
@@ -277,7 +276,7 @@ class LLM:
         """
         batch = prompt_list(prompts)
         for prompt in batch:
-            refuse_media(prompt, "beam search")
+            refuse_images(prompt, "beam search")
         parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in batch]
         tokens = [tokens for _, tokens, _ in parsed]
         request_options = [options for *_, options in parsed]
@@ -552,12 +551,6 @@ def read_media(
     images = media_data["image"]
     images = images if isinstance(images, list | tuple) else [images]
     return engine.read_images(tokens, [MessageImage(MEDIA_FIELD, image) for image in images])
-
-
-def refuse_media(prompt: Any, method: str) -> None:
-    """Refuse a prompt with images where they would be left out."""
-    if isinstance(prompt, Mapping) and prompt.get(MEDIA_FIELD):
-        raise RequestError(MEDIA_FIELD, f"cannot be used with {method}; leave it out")
 
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -1,5 +1,7 @@
 """Reads the images of prompts, and places them among the prompts' tokens."""
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -7,16 +9,58 @@ from functools import cached_property
 import numpy as np
 
 from ..model.images import pixels
-from ..model.images.decode import import_pillow, to_rgb
+from ..model.images.decode import image_size, import_pillow, to_rgb
 from ..model.images.decoder import ImageDecoder, ImagePatches, patches_digest
 from ..model.images.errors import ImageError
 from ..model.images.header import MAX_PIXELS
 from ..model.images.rule import AreaSizing, ImageRule
 from ..model.multimodal import Multimodal
 from .api.content import MessageImage
-from .api.errors import RequestError
+from .api.errors import QueueFull, RequestError
 from .api.validation import shown
 from .request.media import MediaItem, MediaSpan, PromptMedia
+
+
+class ImageQueue:
+    """Limits the clients' requests whose images are read at a time, and the bytes of patches that
+    requests hold. Thread-safe.
+    """
+
+    def __init__(self, max_requests: int = 8, max_bytes: int = 1 << 30):
+        self.max_requests = max_requests
+        self.max_bytes = max_bytes
+        self.num_requests = 0
+        self.num_bytes = 0
+        self.lock = threading.RLock()  # a finalizer may run while this thread holds it
+
+    def __enter__(self) -> "ImageQueue":
+        with self.lock:
+            if self.num_requests >= self.max_requests:
+                raise QueueFull(
+                    "queue",
+                    f"is full: images of {self.max_requests} requests are being read; try again "
+                    "later",
+                )
+            self.num_requests += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.num_requests -= 1
+
+    def hold(self, num_bytes: int) -> None:
+        with self.lock:
+            if self.num_bytes + num_bytes > self.max_bytes:
+                raise QueueFull(
+                    "queue",
+                    f"is full: the images of waiting requests take {self.num_bytes >> 20} MiB, of "
+                    f"at most {self.max_bytes >> 20}; try again later",
+                )
+            self.num_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        with self.lock:
+            self.num_bytes -= num_bytes
 
 
 class MediaReader:
@@ -41,6 +85,7 @@ class MediaReader:
         self.max_patches = max_patches
         self.max_images = max_images
         self.max_pixels = max_pixels
+        self.queue = ImageQueue()
 
     @cached_property
     def decoder(self) -> ImageDecoder:
@@ -48,7 +93,7 @@ class MediaReader:
         return ImageDecoder(self.max_pixels)
 
     def read(
-        self, tokens: list[int], images: Sequence[MessageImage]
+        self, tokens: list[int], images: Sequence[MessageImage], is_client: bool = False
     ) -> tuple[list[int], PromptMedia | None]:
         """A prompt's tokens with as many placeholders as each image has rows, and its media; of a
         prompt without images the tokens and None.
@@ -56,6 +101,7 @@ class MediaReader:
         Args:
             tokens: The prompt, with one placeholder for each image.
             images: PIL images, uint8 arrays [height, width, 3], or the bytes of files.
+            is_client: The images come over HTTP: `QueueFull` if too many are being read, or wait.
         """
         placeholder = self.multimodal.image_token
         count = sum(token == placeholder for token in tokens)
@@ -73,7 +119,26 @@ class MediaReader:
             )
         if not images:
             return tokens, None
-        return self.place(tokens, [self.item(image) for image in images])
+        if not is_client:
+            return self.place(tokens, [self.item(image) for image in images])
+        with self.queue:
+            return self.place(tokens, [self.client_item(image) for image in images])
+
+    def client_item(self, image: MessageImage) -> MediaItem:
+        """The patches of a client's image, which count until no request needs them."""
+        try:
+            rows, columns = self.rule.grid(*image_size(image.content, self.max_pixels))
+        except ImageError as error:
+            raise RequestError(image.param, str(error)) from None
+        num_bytes = rows * columns * self.multimodal.tower.patch_values
+        self.queue.hold(num_bytes)
+        try:
+            item = self.item(image)
+        except BaseException:
+            self.queue.release(num_bytes)
+            raise
+        weakref.finalize(item, self.queue.release, num_bytes).atexit = False
+        return item
 
     def check_text(self, tokens: Sequence[int]) -> None:
         """Refuse a prompt without images that has a placeholder."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
+from .api.content import refuse_images
 from .api.errors import RequestError
 from .api.outputs import PoolingRequestOutput
 from .api.params import SamplingParams
@@ -97,6 +98,8 @@ def search(
         )
     if reward is not None and not callable(reward):
         classes.check_classifier(reward.engine.config, reward=True)
+    for prompt in prompts:
+        refuse_images(prompt, "LLM.search")
     search_prompts = [SearchPrompt(prompt, prompt_tokens(llm, prompt)) for prompt in prompts]
     return AnswerSearch(llm, params, reward).run(search_prompts)
 

@@ -76,8 +76,7 @@ def _check_limits(width: int, height: int, max_pixels: int) -> None:
         raise ImageError(f"image has {width} x {height} pixels; both sides must be at least 1")
     if width * height > max_pixels:
         raise ImageError(
-            f"image has {width} x {height} pixels; at most {max_pixels:,} are accepted "
-            "(--max-image-pixels)"
+            f"image has {width} x {height} pixels; at most {max_pixels:,} are accepted"
         )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ImageError(

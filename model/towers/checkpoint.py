@@ -18,8 +18,9 @@ PREFIXES = ("model.visual.", "visual.")  # of transformers 5, and of older check
 
 
 def has_tower(folder: Path) -> bool:
-    """Whether the folder holds the weights of a tower."""
-    return any(name.startswith(PREFIXES) for name in find_tensors(folder))
+    """Whether the folder holds the weights of a tower, as safetensors."""
+    has_weights = any(folder.glob("*.safetensors"))
+    return has_weights and any(name.startswith(PREFIXES) for name in find_tensors(folder))
 
 
 def load(

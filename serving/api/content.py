@@ -3,6 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .errors import RequestError
+
+MEDIA_FIELD = "multi_modal_data"  # of prompts in Python
+
 
 class MessageImage(NamedTuple):
     """An image of a message."""
@@ -45,12 +49,18 @@ def take_images(
     images in order.
     """
     images: list[MessageImage] = []
-    taken = []
+    template_messages: list[Mapping[str, Any]] = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
             images += [part["image"] for part in content if part["type"] == "image"]
             content = [{"type": "image"} if part["type"] == "image" else part for part in content]
             message = {**message, "content": content}
-        taken.append(message)
-    return taken, images
+        template_messages.append(message)
+    return template_messages, images
+
+
+def refuse_images(prompt: Any, method: str) -> None:
+    """Refuse a prompt with images where they would be left out."""
+    if isinstance(prompt, Mapping) and prompt.get(MEDIA_FIELD):
+        raise RequestError(MEDIA_FIELD, f"cannot be used with {method}; leave it out")

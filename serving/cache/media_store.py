@@ -14,16 +14,20 @@ class MediaStore:
     An item's rows are computed before the first step that reads them, and steps run on the device
     in the order in which they are planned. So rows may be given to another item as soon as the
     step that reads them is planned, and nothing else holds them.
+
+    Args:
+        num_rows: Rows of the store.
+        max_step_rows: Rows to encode before one step, or those of a single item that has more.
     """
 
-    def __init__(self, num_rows: int):
+    def __init__(self, num_rows: int, max_step_rows: int):
         self.num_rows = num_rows // BLOCK * BLOCK
+        self.max_step_rows = max_step_rows
         # by (salt, digest): blocks, the least recently used first
         self.blocks: OrderedDict[tuple[Hashable, int], list[int]] = OrderedDict()
         self.free_blocks: list[int] = []
         self.in_step: set[tuple[Hashable, int]] = set()  # items that the planned step reads
         self.unencoded: list[tuple[MediaItem, list[int]]] = []
-        self.num_hits = 0
         self.num_encoded = 0
         self.forget()
 
@@ -39,14 +43,16 @@ class MediaStore:
 
     def reserve(self, salt: Hashable, item: MediaItem) -> bool:
         """Have the item's rows in the store when the planned step runs; False if the other items
-        of this step leave too little room.
+        of this step leave too little room, or take as long to encode as other sequences may wait.
         """
         key = salt, item.digest
         if key in self.blocks:
-            self.num_hits += key not in self.in_step
             self.blocks.move_to_end(key)
             self.in_step.add(key)
             return True
+        rows_to_encode = sum(other.num_rows for other, _ in self.unencoded)
+        if rows_to_encode and rows_to_encode + item.num_rows > self.max_step_rows:
+            return False
         count = -(-item.num_rows // BLOCK)
         evictable = [other for other in self.blocks if other not in self.in_step]
         if count > len(self.free_blocks) + sum(len(self.blocks[other]) for other in evictable):

@@ -44,9 +44,10 @@ class Batch(struct.PyTreeNode):
         None  # where there are adapters: the slot of each row's, or one past the last
     )
     adapters_R: Leaf = None  # and of those that draw, if it adapts the head
-    # where the model reads media: the row of the media store that is a token's embedding, or -1;
+    # Of models that read media. The row of the media store that is a token's embedding, or -1.
     media_T: Leaf = None
-    shifts_AT: Leaf = None  # and its position on each axis, minus its position
+    # A token's position on each axis of the rotary embedding, minus its position in the sequence.
+    shifts_AT: Leaf = None
 
 
 class BatchLayout:

@@ -82,6 +82,7 @@ class MediaEncoder:
         self.load_weights = load_weights
         self.weights: Any = load_weights()
         self.num_rows = num_rows
+        self.max_rows = max_rows
         max_patches = max_rows * tower.group
         sizes = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
         self.sizes = (*(size for size in sizes if size < max_patches), max_patches)
@@ -95,7 +96,7 @@ class MediaEncoder:
 
     def warm_up(self, compiler: Compiler, media_RED: Any) -> Callable[[], None]:
         """Start compiling all programs; the result waits for them."""
-        made = {
+        programs_by_size = {
             size: [call and compiler.make(call) for call in self.calls(size, media_RED)]
             for size in self.sizes
         }
@@ -103,7 +104,7 @@ class MediaEncoder:
         def finish() -> None:
             self.programs = {
                 size: EncoderPrograms(*(program and program.result() for program in programs))
-                for size, programs in made.items()
+                for size, programs in programs_by_size.items()
             }
 
         return finish

@@ -189,7 +189,8 @@ class BatchBuilder:
             items_by_replica, buffer.reshape(len(items_by_replica), -1), strict=True
         ):
             if items:
-                self.fill(deque(), items, size, replica_buffer)
+                # the draft model reads tokens alone
+                self.fill(deque(), items, size, replica_buffer, reads_media=False)
         return size, buffer
 
     def continued(
@@ -247,6 +248,7 @@ class BatchBuilder:
         items: Seq[ScheduledSequence],
         size: Size,
         buffer: np.ndarray,
+        reads_media: bool = True,
     ) -> bool:
         """Write a step of any kind; the result is that of `advance`."""
         buffer[:] = self.layouts[size].padding
@@ -272,7 +274,7 @@ class BatchBuilder:
         b.tokens_T[:T] = [token for item in items for token in tokens_of(item)]
         b.is_prompt_T[:T] = positions < np.repeat([seq.num_prompt for seq in seqs], counts)
         b.tracked_T[:T] = self.tracked[places_T]
-        if self.media_store is not None:
+        if self.media_store is not None and reads_media:
             fill_media(self.media_store, items, row_ends - counts, b)
         if b.adapters_T is not None:
             b.adapters_T[:T] = self.adapters[places_T]

@@ -86,6 +86,7 @@ class Engine:
         self.lifecycle = Lifecycle(runner, self.scheduler, tables, self.results, page_identity)
         self.deadlines = Deadlines()
         self.in_flight: deque[InFlightStep] = deque()  # the oldest first
+        self.is_encoding = False  # media, before the step that is being launched
         self.step_seconds = 1.0  # mean of the latest decode steps
         self.last_collected = 0.0  # when the latest results were there
 
@@ -140,15 +141,15 @@ class Engine:
         return request
 
     def read_images(
-        self, tokens: list[int], images: Sequence[MessageImage]
+        self, tokens: list[int], images: Sequence[MessageImage], is_client: bool = False
     ) -> tuple[list[int], PromptMedia | None]:
         """A prompt's tokens with the placeholders of all rows of its images, and the images; may be
-        called from any thread.
+        called from any thread. `is_client`: they came over HTTP.
         """
         self.check_images(images)
-        return (
-            (tokens, None) if self.media_reader is None else self.media_reader.read(tokens, images)
-        )
+        if self.media_reader is None:
+            return tokens, None
+        return self.media_reader.read(tokens, images, is_client)
 
     def check_images(self, images: Sequence[MessageImage]) -> None:
         """Refuse images if the model reads text only."""
@@ -202,10 +203,15 @@ class Engine:
             item.seq.request.scheduled(began)
         for slot, adapter in self.scheduler.take_adapters():
             self.runner.load_adapter(slot, adapter)
-        for media_item, store_rows in self.scheduler.take_media():
+        media = self.scheduler.take_media()
+        self.is_encoding = bool(media)
+        for media_item, store_rows in media:
             self.runner.encode_media(media_item, store_rows)
         step = self.runner.launch(plan, self.scheduler.take_moves())
-        step = step._replace(began=began, scheduled=scheduled, launched=self.clock())
+        step = step._replace(
+            began=began, scheduled=scheduled, launched=self.clock(), encodes_media=self.is_encoding
+        )
+        self.is_encoding = False
         self.in_flight.append(step)
         return step
 
@@ -322,6 +328,11 @@ class Engine:
         """Empty the prefix cache; running requests continue."""
         for table in self.tables:
             table.clear()
+
+    @property
+    def encodes_media(self) -> bool:
+        """Whether a vision tower runs before one of the steps in flight."""
+        return self.is_encoding or any(step.encodes_media for step in tuple(self.in_flight))
 
     @property
     def busy(self) -> bool:

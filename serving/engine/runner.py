@@ -72,7 +72,11 @@ class Runner:
     ):
         self.config = config
         self.media_encoder = media_encoder
-        self.media_store = None if media_encoder is None else MediaStore(media_encoder.num_rows)
+        self.media_store = (
+            None
+            if media_encoder is None
+            else MediaStore(media_encoder.num_rows, media_encoder.max_rows)
+        )
         self.weights = weights
         self.max_fused = max_fused_steps
         self.num_pages = num_pages

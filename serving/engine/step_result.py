@@ -33,6 +33,7 @@ class InFlightStep(NamedTuple):
     began: float = 0.0
     scheduled: float = 0.0
     launched: float = 0.0
+    encodes_media: bool = False  # a vision tower runs before it
 
 
 class SampledTokens(NamedTuple):  # hundreds are made a step

@@ -163,7 +163,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
     check_listed(
         "top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.shape.num_logprobs
     )
-    tokens, media = engine.read_images(tokens, take_images(messages)[1])
+    tokens, media = engine.read_images(tokens, take_images(messages)[1], is_client=True)
     if media is not None and request.truncate_prompt_tokens is not None:
         raise RequestError("truncate_prompt_tokens", "cannot be used with images; leave it out")
     if media is not None and request.length_penalty is not None:

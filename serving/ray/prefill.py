@@ -46,6 +46,8 @@ async def fetch_missing_pages(
     """
     if ask.pooling is not None or ask.params.prompt_logprobs is not None:
         return  # every row is needed here
+    if ask.media is not None:
+        return  # a prefill replica gets tokens alone
     engine = llm.engine
     salt = ask.request_options.cache_salt
     if (

@@ -2,6 +2,7 @@
 image.
 """
 
+import gc
 import io
 from itertools import pairwise
 
@@ -11,8 +12,12 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.ops import native
 from quire.serving import build
-from quire.serving.api.errors import RequestError
+from quire.serving.api.content import MessageImage
+from quire.serving.api.errors import QueueFull, RequestError
+from quire.serving.cache.media_store import MediaStore
 from quire.serving.engine.beam_search import BeamSearchParams
+from quire.serving.media_reader import ImageQueue
+from quire.serving.request.media import MediaItem
 from quire.tests.support import tiny_vision
 from quire.tests.support.tiny_vision import IMAGE, VISION_END, VISION_START
 
@@ -137,8 +142,11 @@ def test_preempted_image_request_answers_the_same(llm, prompts, expected):
     assert [exact_answer(request.output()) for request in requests] == expected[:3]
 
 
-def test_image_answers_are_the_same_with_ngram_drafts(folder, prompts, expected):
-    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+@pytest.mark.parametrize("fields", [{"method": "ngram"}, {"method": "self", "num_layers": 2}])
+def test_image_answers_are_the_same_with_drafts(folder, prompts, expected, fields):
+    if fields["method"] == "self" and "qwen3_5" in (folder / "config.json").read_text():
+        pytest.skip("this method is refused for models with recurrent layers")
+    speculation = {"num_speculative_tokens": 3} | fields
     with make_llm(folder, speculative_config=speculation) as llm:
         for _ in range(2):
             for (tokens, _), (expected_tokens, _) in zip(
@@ -186,18 +194,26 @@ def test_other_image_does_not_match_a_cached_prefix(llm):
     assert num_cached([first, second], cache_salt="another tenant") == 0
 
 
+def picture_file() -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    pixels = tiny_vision.random_image(np.random.default_rng(3), 50, 40)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
 def test_chat_reads_pictures_files_and_data_urls(llm):
     from PIL import Image
 
     from quire.tests.support.media import data_url
 
-    image = Image.fromarray(tiny_vision.random_image(np.random.default_rng(3), 50, 40))
-    file = io.BytesIO()
-    image.save(file, "PNG")
+    file = picture_file()
+    image = Image.open(io.BytesIO(file))
     parts = [
         {"type": "image_pil", "image_pil": image},
-        {"type": "image_url", "image_url": {"url": data_url(file.getvalue())}},
-        {"type": "input_image", "image_url": data_url(file.getvalue()), "detail": "auto"},
+        {"type": "image_url", "image_url": {"url": data_url(file)}},
+        {"type": "input_image", "image_url": data_url(file), "detail": "auto"},
     ]
     outputs = [
         llm.chat(
@@ -208,7 +224,7 @@ def test_chat_reads_pictures_files_and_data_urls(llm):
     text = tiny_vision.PLACEHOLDER + "What is it?"
     prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     (generated,) = llm.generate(
-        [{"prompt": prompt, "multi_modal_data": {"image": file.getvalue()}}], PARAMS, use_tqdm=False
+        [{"prompt": prompt, "multi_modal_data": {"image": file}}], PARAMS, use_tqdm=False
     )
     assert len({tuple(output.prompt_token_ids) for output in (*outputs, generated)}) == 1
     for output in outputs:
@@ -241,6 +257,35 @@ def test_invalid_images_are_refused(llm, prompt, message):
 def test_beam_search_refuses_images(llm, prompts):
     with pytest.raises(RequestError, match="cannot be used with beam search"):
         llm.beam_search([prompts[0]], BeamSearchParams(beam_width=2, max_tokens=4))
+
+
+def test_large_images_are_encoded_in_several_steps(llm):
+    """One step encodes as many rows as one largest image has, so that others wait no longer."""
+    store = MediaStore(1024, max_step_rows=100)
+    items = [MediaItem(digest, np.zeros(0), 1, 1, 60) for digest in range(3)]
+    store.begin_step()
+    assert [store.reserve(None, item) for item in items[:2]] == [True, False]
+    assert [item.digest for item, _ in store.take_unencoded()] == [0]
+    store.begin_step()
+    assert [store.reserve(None, item) for item in items] == [True, True, False]
+
+
+def test_clients_images_are_bounded_while_requests_hold_them(llm):
+    reader = llm.engine.media_reader
+    content = MessageImage("image", picture_file())
+    queue = reader.queue = ImageQueue(max_requests=1, max_bytes=20_000)
+    tokens = [5, IMAGE]
+    _, media = reader.read(tokens, [content], is_client=True)
+    assert queue.num_bytes == media.spans[0].item.patches.nbytes
+    with pytest.raises(QueueFull, match="images of waiting requests take"):
+        for _ in range(3):
+            media = media, reader.read(tokens, [content], is_client=True)
+    with queue, pytest.raises(QueueFull, match="images of 1 requests are being read"):
+        reader.read(tokens, [content], is_client=True)
+    del media
+    gc.collect()
+    assert (queue.num_bytes, queue.num_requests) == (0, 0)
+    reader.queue = ImageQueue()
 
 
 def test_language_model_only_serves_text(folder, prompts, expected):

@@ -59,7 +59,6 @@ def test_tower_rows_equal_transformers(model):
     folder, reference = model
     pictures = random_pictures(3, seed=2)
     described = multimodal.read(folder)
-    assert described is not None
     weights = checkpoint.load(folder, described.tower, described.kind)
     images = [
         (pixels.patches(picture, described.rule), *described.rule.grid(*picture.size))

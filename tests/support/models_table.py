@@ -16,6 +16,7 @@ from quire.model import families
 from quire.model.checkpoint.published import split_quantization
 from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
 from quire.model.families.config_keys import Keys
+from quire.model.towers import TOWERS
 from quire.tests.support.golden.encoders import ENCODERS
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.published import PUBLISHED
@@ -99,7 +100,8 @@ def may_be(values: tuple) -> str:
 def row(kind: str, tiny: list[str], published: list[str], refused: dict[str, tuple]) -> str:
     about = " ".join((module(kind).__doc__ or "").split("\n\n")[0].split()).rstrip(".")
     if FAMILIES[kind] == ".wrapper":
-        about = f"its text model, as a rule `{wrapper.TEXT_TYPES[kind]}`; the rest is left out"
+        rest = "with images" if kind in TOWERS else "the rest is left out"
+        about = f"its text model, as a rule `{wrapper.TEXT_TYPES[kind]}`; {rest}"
     tests = [f"tiny: {', '.join(tiny)}"] if tiny else []
     tests += [f"published: {', '.join(published)}"] if published else []
     keys = [f"`{name}` other than {may_be(values)}" for name, values in sorted(refused.items())]

@@ -109,7 +109,6 @@ def write_weights(folder: Path, seed: int) -> None:
     """Write random weights for the config of the folder."""
     rng = np.random.default_rng(seed)
     described = multimodal.read(folder)
-    assert described is not None
     hf = json.loads((folder / "config.json").read_text())
     text_sources = loader.family_for(hf).sources(loader.read_config(folder))
     tower_sources = module_of(described.kind).sources(described.tower)

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ....model.text.chat_template import PromptError
+from ...api.content import MessageImage, take_images
 from ...api.errors import RequestError
 from ...chat_prompt import render
 from ...engine.engine import Engine
@@ -40,13 +41,18 @@ async def tokenize(service: Service, request: Request) -> JsonResponse:
 def tokenize_text(engine: Engine, parsed: TokenizeRequest, formats: Formats) -> dict[str, Any]:
     tokenizer = prompting.chat_tokenizer(engine, formats)
     text = parsed.prompt
+    images: list[MessageImage] = []
     if text is None:
-        text = render(tokenizer, parsed.messages, parsed.tools, parsed.options)
+        messages, images = take_images(parsed.messages)
+        engine.check_images(images)
+        text = render(tokenizer, messages, parsed.tools, parsed.options)
     try:
         prompting.check_length(engine, "messages" if parsed.messages else "prompt", text)
         token_ids = tokenizer.encode(text, add_special_tokens=parsed.add_special_tokens)
     except PromptError as error:
         raise RequestError("messages" if parsed.messages else "prompt", str(error)) from None
+    if images:
+        token_ids, _ = engine.read_images(token_ids, images, is_client=True)
     names = (
         [tokenizer.token_name(token) for token in token_ids] if parsed.return_token_strs else None
     )

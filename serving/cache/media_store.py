@@ -27,7 +27,7 @@ class MediaStore:
         self.blocks: OrderedDict[tuple[Hashable, int], list[int]] = OrderedDict()
         self.free_blocks: list[int] = []
         self.in_step: set[tuple[Hashable, int]] = set()  # items that the planned step reads
-        self.unencoded: list[tuple[MediaItem, list[int]]] = []
+        self.unencoded: dict[tuple[Hashable, int], MediaItem] = {}  # reserved for the next step
         self.num_encoded = 0
         self.forget()
 
@@ -39,6 +39,10 @@ class MediaStore:
         self.unencoded.clear()
 
     def begin_step(self) -> None:
+        """Begin to plan a step; what a plan that was not launched has reserved is free again."""
+        for key in self.unencoded:
+            self.free_blocks += self.blocks.pop(key)
+        self.unencoded.clear()
         self.in_step.clear()
 
     def reserve(self, salt: Hashable, item: MediaItem) -> bool:
@@ -50,7 +54,7 @@ class MediaStore:
             self.blocks.move_to_end(key)
             self.in_step.add(key)
             return True
-        rows_to_encode = sum(other.num_rows for other, _ in self.unencoded)
+        rows_to_encode = sum(other.num_rows for other in self.unencoded.values())
         if rows_to_encode and rows_to_encode + item.num_rows > self.max_step_rows:
             return False
         count = -(-item.num_rows // BLOCK)
@@ -64,7 +68,7 @@ class MediaStore:
         self.blocks[key] = [self.free_blocks.pop() for _ in range(count)]
         self.in_step.add(key)
         self.num_encoded += 1
-        self.unencoded.append((item, self.rows(salt, item, 0, item.num_rows)))
+        self.unencoded[key] = item
         return True
 
     def rows(self, salt: Hashable, item: MediaItem, first: int, stop: int) -> list[int]:
@@ -74,6 +78,9 @@ class MediaStore:
 
     def take_unencoded(self) -> list[tuple[MediaItem, list[int]]]:
         """Take the items to encode before the next step, each with its rows of the store."""
-        items = self.unencoded
-        self.unencoded = []
+        items = [
+            (item, self.rows(salt, item, 0, item.num_rows))
+            for (salt, _), item in self.unencoded.items()
+        ]
+        self.unencoded.clear()
         return items

@@ -270,6 +270,16 @@ def test_large_images_are_encoded_in_several_steps(llm):
     assert [store.reserve(None, item) for item in items] == [True, True, False]
 
 
+def test_media_of_a_step_that_is_not_launched_are_free_again():
+    store = MediaStore(128, max_step_rows=128)
+    items = [MediaItem(digest, np.zeros(0), 1, 1, 128) for digest in range(2)]
+    store.begin_step()
+    assert [store.reserve(None, item) for item in items] == [True, False]
+    store.begin_step()
+    assert [store.reserve(None, item) for item in reversed(items)] == [True, False]
+    assert [item.digest for item, _ in store.take_unencoded()] == [1]
+
+
 def test_clients_images_are_bounded_while_requests_hold_them(llm):
     reader = llm.engine.media_reader
     content = MessageImage("image", picture_file())

@@ -175,7 +175,12 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
             request_id = str(next(llm.ids))
             requests.append(
                 llm.engine.add(
-                    request_id, prompt.tokens, prompt.params, prompt.text, prompt.request_options
+                    request_id,
+                    prompt.tokens,
+                    prompt.params,
+                    prompt.text,
+                    prompt.request_options,
+                    media=prompt.media,
                 )
             )
     except RequestError as error:

@@ -69,7 +69,7 @@ FAMILIES = {
     "qwen3_5_text": ".qwen3_5",
     "qwen3_moe": ".qwen3_moe",
     "qwen3_vl": ".wrapper",
-    "qwen3_vl_text": ".qwen3_vl",
+    "qwen3_vl_text": ".qwen3",
     "qwen3_next": ".qwen3_next",
     "roberta": ".bert",
     "seed_oss": ".seed_oss",

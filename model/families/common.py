@@ -11,6 +11,8 @@ from ..mixers.attention import AttentionWeights
 from ..weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
 from .config_keys import Keys
 
+MROPE = ("mrope_section", "mrope_interleaved")  # keys of rotary parameters
+
 
 @dataclass(frozen=True)
 class SourceTensor:
@@ -347,6 +349,15 @@ def model_sources(
         final_norm_D=scale(f"{prefix}norm.weight", D, options.get("norm_offset", 0.0)),
         head_VD=None if config.tied else tensor("lm_head.weight", (V, D)),
     )
+
+
+def without_mrope(hf: dict) -> dict:
+    """The config without the keys of MRoPE, which on text is RoPE."""
+    return hf | {
+        name: {key: value for key, value in hf[name].items() if key not in MROPE}
+        for name in ("rope_parameters", "rope_scaling")
+        if isinstance(hf.get(name), dict)
+    }
 
 
 def layer_types(keys: Keys, count: int, default: list[str]) -> list[str]:

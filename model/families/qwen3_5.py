@@ -5,22 +5,11 @@ from typing import Any
 
 from ..config import Layer, Mlp, ModelConfig, Moe
 from . import qwen3_next
-from .common import Keys, model_config, model_sources
-
-SECTIONS = ("mrope_section", "mrope_interleaved")  # MRoPE keys
-
-
-def without_sections(hf: dict) -> dict:
-    """The config without the keys of MRoPE, which on text is RoPE."""
-    return hf | {
-        name: {key: value for key, value in hf[name].items() if key not in SECTIONS}
-        for name in ("rope_parameters", "rope_scaling")
-        if isinstance(hf.get(name), dict)
-    }
+from .common import Keys, model_config, model_sources, without_mrope
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    hf = without_sections(hf)
+    hf = without_mrope(hf)
     keys = Keys({"partial_rotary_factor": 0.25} | hf)
     keys.refuse("attn_output_gate", True)
     keys.refuse("mamba_ssm_dtype", "float32")

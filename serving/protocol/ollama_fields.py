@@ -35,6 +35,7 @@ from .tools import MAX_NAME, MAX_TOOLS, TOOL_NAME
 ROLES = ("system", "user", "assistant", "tool")
 LEVELS = ("low", "medium", "high")
 DURATION = r"-?([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+|-?[0-9]+"
+BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 TEMPLATE = (
     "is in Go's template language there, and templates are Jinja here: quire serve "
     "--chat-template names one, and with raw the prompt is taken as it is"
@@ -250,7 +251,7 @@ IMAGES = rule(
         image_part(f"{param}[{i}]", decode_base64(f"{param}[{i}]", image))
         for i, image in enumerate(parse_list(param, value, MAX_MESSAGES))
     ],
-    many(TEXT.schema, MAX_MESSAGES),
+    many({"type": "string", "pattern": BASE64}, MAX_MESSAGES),
 )
 MESSAGE = {  # fields of messages; others are ignored
     "role": rule(parse_role, {"enum": list(ROLES)}),

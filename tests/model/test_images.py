@@ -216,7 +216,7 @@ def test_png_of_900_million_pixels_in_100_kilobytes_is_refused_by_its_header():
     assert len(data) < 200_000
     for read in (image_size, decode):
         with pytest.raises(
-            ImageError, match=r"30000 x 30000 pixels; at most 50,000,000 .*--max-im"
+            ImageError, match=r"30000 x 30000 pixels; at most 50,000,000 are accepted"
         ):
             read(data)
 

@@ -84,7 +84,14 @@ class FakeLLM:
     def __exit__(self, *exception):
         pass
 
-    def add(self, name, tokens, params, text, request_options):
+    def check_images(self, images):
+        assert not images
+
+    def read_images(self, tokens, images, is_client):
+        return tokens, None
+
+    def add(self, name, tokens, params, text, request_options, media):
+        assert media is None
         if text == "too long":
             raise RequestError("prompt", "has 9 tokens; at most 8 fit")
         assert text is None or tokens == list(map(ord, text))

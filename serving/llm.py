@@ -540,7 +540,7 @@ def read_media(
     engine: Engine, tokens: list[int], prompt: Prompt
 ) -> tuple[list[int], PromptMedia | None]:
     """A prompt's tokens with the placeholders of its images, and the images."""
-    media_data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    media_data = prompt.get(MEDIA_FIELD) if isinstance(prompt, Mapping) else None
     if media_data is None:
         return engine.read_images(tokens, ())
     if not isinstance(media_data, Mapping) or set(media_data) != {"image"}:

@@ -104,7 +104,7 @@ class MediaReader:
             is_client: The images come over HTTP: `QueueFull` if too many are being read, or wait.
         """
         placeholder = self.multimodal.image_token
-        count = sum(token == placeholder for token in tokens)
+        count = tokens.count(placeholder)
         if count != len(images):
             raise RequestError(
                 images[0].param if images else "prompt",

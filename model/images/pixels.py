@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def resize(image: Image.Image, rule: ImageRule) -> Image.Image:
     """Resize an RGB image as the rule says, with Pillow's filter."""
     size = rule.sizing.size(*image.size)
-    return image.resize(size, resample=rule.resample)  # type: ignore[arg-type]
+    return image.resize(size, resample=rule.resample)
 
 
 def patches(image: Image.Image, rule: ImageRule) -> np.ndarray:

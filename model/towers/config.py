@@ -21,7 +21,6 @@ class Tower:
     group by group, row by row within a group.
     """
 
-    family: str
     model: ModelConfig  # the layers; their rotary embedding has two axes, row and column
     patch: int  # side of a patch, in pixels
     merge: int  # side of a group, in patches

@@ -14,13 +14,15 @@ from .config import Merger, Tower
 from .weights import MergerWeights, TowerWeights
 
 NORM_EPS = 1e-6
+FRAMES = 2  # of a patch in the checkpoint; those of an image are equal
 THETA = 10000.0
 
 
 def config(vision_config: dict) -> Tower:
     keys = Keys(vision_config)
     keys.refuse("in_channels", 3)
-    keys.ignore("initializer_range", "temporal_patch_size")  # frames of an image are the same
+    keys.ignore("initializer_range")
+    keys.refuse("temporal_patch_size", FRAMES)
     D = keys.count("hidden_size", 1152)
     N = keys.count("num_heads", 16)
     H = D // N
@@ -60,7 +62,6 @@ def config(vision_config: dict) -> Tower:
         )
     hidden = D * merge**2
     tower = Tower(
-        family="qwen3",
         model=ModelConfig(
             family="qwen3_tower",
             vocab_size=1,
@@ -141,25 +142,23 @@ def merger_sources(tower: Tower, merger: Merger, prefix: str) -> MergerWeights:
     )
 
 
-def sources(tower: Tower, frames: int = 2, prefix: str = "model.visual.") -> TowerWeights:
+def sources(tower: Tower, prefix: str = "model.visual.") -> TowerWeights:
     """The sources of all weights.
 
     Args:
         tower: The tower.
-        frames: Frames of a patch in the checkpoint. Those of an image are equal, so that the
-            weights of the frames are summed.
         prefix: Prefix of the tensors' names.
     """
     D = tower.model.dim
     P = tower.patch
 
     def sum_frames(weight: np.ndarray) -> np.ndarray:
-        """[D, channels, frames, P, P] to [P * P * channels, D]."""
+        """[D, channels, FRAMES, P, P] to [P * P * channels, D]."""
         summed = weight.astype(np.float32).sum(axis=2)
         return summed.transpose(2, 3, 1, 0).reshape(-1, D)
 
     return TowerWeights(
-        patch_VD=tensor(f"{prefix}patch_embed.proj.weight", (D, 3, frames, P, P), sum_frames),
+        patch_VD=tensor(f"{prefix}patch_embed.proj.weight", (D, 3, FRAMES, P, P), sum_frames),
         patch_bias_D=vector(f"{prefix}patch_embed.proj.bias", D),
         position_embed_PD=tensor(f"{prefix}pos_embed.weight", (tower.positions_side**2, D)),
         layers=tuple(layer_sources(tower, i, prefix) for i in range(len(tower.model.layers))),

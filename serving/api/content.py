@@ -39,7 +39,9 @@ def joined_texts(content: Content) -> str:
     """The texts of a message."""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
+    return "\n".join(
+        content_part["text"] for content_part in content if content_part["type"] == "text"
+    )
 
 
 def take_images(
@@ -53,8 +55,13 @@ def take_images(
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            images += [part["image"] for part in content if part["type"] == "image"]
-            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            images += [
+                content_part["image"] for content_part in content if content_part["type"] == "image"
+            ]
+            content = [
+                {"type": "image"} if content_part["type"] == "image" else content_part
+                for content_part in content
+            ]
             message = {**message, "content": content}
         template_messages.append(message)
     return template_messages, images

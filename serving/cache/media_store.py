@@ -54,17 +54,18 @@ class MediaStore:
             self.blocks.move_to_end(key)
             self.in_step.add(key)
             return True
-        rows_to_encode = sum(other.num_rows for other in self.unencoded.values())
+        rows_to_encode = sum(reserved.num_rows for reserved in self.unencoded.values())
         if rows_to_encode and rows_to_encode + item.num_rows > self.max_step_rows:
             return False
         count = -(-item.num_rows // BLOCK)
-        evictable = [other for other in self.blocks if other not in self.in_step]
-        if count > len(self.free_blocks) + sum(len(self.blocks[other]) for other in evictable):
+        evictable_keys = [stored for stored in self.blocks if stored not in self.in_step]
+        num_evictable = sum(len(self.blocks[stored]) for stored in evictable_keys)
+        if count > len(self.free_blocks) + num_evictable:
             return False
-        for other in evictable:
+        for stored in evictable_keys:
             if len(self.free_blocks) >= count:
                 break
-            self.free_blocks += self.blocks.pop(other)
+            self.free_blocks += self.blocks.pop(stored)
         self.blocks[key] = [self.free_blocks.pop() for _ in range(count)]
         self.in_step.add(key)
         self.num_encoded += 1

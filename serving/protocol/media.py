@@ -22,7 +22,10 @@ ParseImage = Callable[[str, dict[str, Any]], dict[str, Any]]  # of a field and a
 def parse_image(param: str, part: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
     """Parse a content part of one of IMAGE_TYPES: OpenAI's chat, its Responses, Python's own."""
     if part["type"] == "image_pil":
-        return image_part(f"{param}.image_pil", part.get("image_pil"))
+        picture = part.get("image_pil")
+        if not hasattr(picture, "convert"):
+            raise RequestError(f"{param}.image_pil", f"must be a PIL image, got {shown(picture)}")
+        return image_part(f"{param}.image_pil", picture)
     names = ("type", "image_url", "detail", "uuid")
     return parse_image_url(param, keep_known_fields(param, part, names, ignored), ignored)
 

@@ -135,6 +135,7 @@ def test_image_formats_are_read(client, format):
         (image_part(data_url(b"<svg xmlns='x'/>")), "image_url.url", "format"),
         (image_part(data_url(picture(40, 40)[:60])), "image_url.url", "truncated"),
         (image_part(data_url(picture(1000, 2))), "image_url.url", "at most 200 times"),
+        ({"type": "image_pil", "image_pil": "x"}, "image_pil", "must be a PIL image"),
         (image_part(data_url(picture(8, 8)), detail="low"), "detail", "must be 'auto' or 'high'"),
     ],
 )

@@ -26,8 +26,9 @@ def kernels_for_model(
 ) -> tuple[str, ...]:
     """Names of the native kernels that a model calls, in the order in which to build them.
 
-    The small `BLANK` kernel is first, then the linear kernels, which loading weights waits for. A
-    kernel that is missing here is built when it is first called.
+    The small `BLANK` kernel is first, then the linear kernels, which loading weights waits for and
+    which take the longest to compile. A kernel that is missing here is built when it is first
+    called.
 
     Args:
         dtype: the model's dtype.

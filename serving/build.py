@@ -264,7 +264,10 @@ def make_runner(
     part in it.
     """
     sized = options.on(jax.default_backend())
-    kernels = native.prepare((*kernels_of(config), *([ADAPTER] if options.enable_lora else ())))
+    kernels = native.prepare(
+        (*kernels_of(config), *([ADAPTER] if options.enable_lora else ())),
+        lambda built, total: progress(f"first start: compiled {built} of {total} kernels"),
+    )
     shape = step_shape(sized, config)
     if multimodal is not None:
         shape = replace(shape, media_axes=multimodal.num_axes)

@@ -8,7 +8,7 @@ called, or earlier by `prepare`.
 import ctypes
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -60,29 +60,45 @@ def outcomes() -> dict[str, bool]:
     return {name: has(name) for _, name in tuple(library_builds)}
 
 
-def prepare(names: Iterable[str]) -> Future[bool]:
+def prepare(
+    names: Iterable[str], progress: Callable[[int, int], object] = lambda built, total: None
+) -> Future[bool]:
     """Start building kernels in the background.
+
+    Args:
+        names: the kernels, in the order of their builds.
+        progress: called with the numbers of built and of all kernels, whenever one is built, if
+            any has to be compiled. Called in a builder's thread.
 
     Returns:
         A future, done when all builds have started: whether any kernel has to be compiled, which
         takes a while.
     """
     if jax.default_backend() == "cpu":
-        return builders.submit(start_builds, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
+        requested = os.environ.get("QUIRE_NATIVE", "")
+        return builders.submit(start_builds, requested, tuple(names), progress)
     result: Future[bool] = Future()
     result.set_result(False)
     return result
 
 
-def start_builds(requested: str, names: tuple[str, ...]) -> bool:
+def start_builds(
+    requested: str, names: tuple[str, ...], progress: Callable[[int, int], object]
+) -> bool:
     try:
         isa = resolve_isa(requested)
-        is_built = all(build.is_built(isa, name) for name in names)
-        for name in names:
-            start_build(isa, name)
+        if all(build.is_built(isa, name) for name in names):
+            for name in names:
+                start_build(isa, name)
+            return False
+        futures = [start_build(isa, name) for name in names]
     except NotImplementedError:  # logged when a missing kernel is called
         return False
-    return not is_built
+    for future in futures:
+        future.add_done_callback(
+            lambda _: progress(sum(future.done() for future in futures), len(futures))
+        )
+    return True
 
 
 def start_build(isa: str, name: str) -> Future[ctypes.CDLL]:

@@ -1,9 +1,9 @@
 // Entries to the products with codes that have a scale per group of inputs. FORMAT is the format, CODES the element
-// type of its codes, SCALE the type of its scales and minimums.
+// type of its codes, SCALE_TYPE the type of its scales and minimums.
 #include "rows.h"
 
-#if !defined(SCALE)
-#define SCALE Float32Scale
+#if !defined(SCALE_TYPE)
+#define SCALE_TYPE Float32Scale
 #endif
 
 namespace quire {
@@ -11,12 +11,12 @@ namespace {
 
 const char* grouped(const Call& call) {
   return run_grouped_products<FORMAT>(call, [](const ProductCall& p, int64_t) {
-    using Stored = SCALE::Stored;
-    return GroupParams<SCALE>{SCALE(p.weight(2).data<Stored>()), SCALE(p.weight(3).data_or_null<Stored>())};
+    using Stored = SCALE_TYPE::Stored;
+    return GroupParams<SCALE_TYPE>{SCALE_TYPE(p.weight(2).data<Stored>()), SCALE_TYPE(p.weight(3).data_or_null<Stored>())};
   });
 }
 
-constexpr auto SCALES = std::is_same_v<SCALE, Float32Scale> ? dtype::F32 : dtype::F16;
+constexpr auto SCALES = std::is_same_v<SCALE_TYPE, Float32Scale> ? dtype::F32 : dtype::F16;
 
 }  // namespace
 

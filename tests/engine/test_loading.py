@@ -54,7 +54,7 @@ def test_first_start_reports_kernel_compilation(monkeypatch, is_first_start):
         def result(self) -> bool:
             return is_first_start
 
-    monkeypatch.setattr(build.native, "prepare", lambda names: KernelBuild())
+    monkeypatch.setattr(build.native, "prepare", lambda *_: KernelBuild())
     notes: list[str] = []
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "load_format": "dummy"}
     llm = LLM(progress=notes.append, **options)

@@ -286,9 +286,19 @@ def test_prepared_kernels_are_built_once_in_the_background(small_sources, monkey
 def test_variants_are_built_in_parallel(small_sources, monkeypatch, tmp_path):
     """Each compiler waits until two are running."""
     monkeypatch.setenv("CXX", slow_compiler(tmp_path, 'test "$(wc -l < {folder}/compiled)" -ge 2'))
-    native.prepare(["attention_f32", "attention_bf16"])
+    counts = []
+    native.prepare(["attention_f32", "attention_bf16"], lambda *built: counts.append(built))
     assert [native.library(name).value() for name in ("attention_f32", "attention_bf16")] == [1, 2]
+    native.builders.shutdown()  # waits for the callbacks
+    assert counts[-1] == (2, 2)
     assert len(lines(tmp_path / "compiled")) == 2
+
+
+def test_kernels_compile_without_precompiled_headers(small_sources, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "HEADERS", tmp_path / "missing.h")
+    build.precompiled_headers.cache_clear()
+    assert native.library("attention_f32").value() == 1
+    build.precompiled_headers.cache_clear()
 
 
 @pytest.mark.parametrize(

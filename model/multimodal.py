@@ -1,20 +1,39 @@
-"""Models that read images: what their config.json says beside the text model's part."""
+"""Models that read images: what their folders say beside the text model's part."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .checkpoint.folder import read_config_json, read_json
 from .config import ModelConfig, ModelError
-from .images.rule import ImageRule, rule_from_config
+from .images.rule import FAMILIES, ImageRule, rule_from_config
 from .towers import TOWERS, module_of
 from .towers.checkpoint import has_tower
 from .towers.config import Tower
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
-DEFAULT_SECTIONS = {"qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10)}
+# By model_type: the rotary pairs that turn by time, row and column, unless config.json says it.
+DEFAULT_SECTIONS = {
+    "qwen3_vl": (24, 20, 20),
+    "qwen3_vl_moe": (24, 20, 20),
+    "qwen3_5": (11, 11, 10),
+    "qwen3_5_moe": (11, 11, 10),
+}
+TOWER_KINDS = {"mistral3": "pixtral"}  # by model_type, unless vision_config says it
+# By model_type: the tokens after each row of an image but the last, and after the last.
+ROW_TOKENS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]")}
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """The tokens of an image in a prompt: a placeholder for each embedding, and separators."""
+
+    placeholder: int
+    prompt_tokens: tuple[int, ...]  # of an image in a prompt, as chat templates write it
+    row_break: int | None = None  # after each row but the last
+    end: int | None = None  # after the last row
 
 
 @dataclass(frozen=True)
@@ -24,8 +43,8 @@ class Multimodal:
     kind: str  # model_type of its tower
     tower: Tower
     rule: ImageRule
-    image_token: int  # the placeholder
-    sections: tuple[int, ...]  # rotary pairs that turn by time, row and column
+    layout: ImageLayout
+    sections: tuple[int, ...]  # rotary pairs that turn by time, row and column; (): text alone
 
     @property
     def num_axes(self) -> int:
@@ -36,30 +55,71 @@ def is_multimodal(folder: Path, hf_overrides: Mapping[str, Any] | None = None) -
     """Whether the folder holds a supported tower, with its weights."""
     # Whether the architecture is supported is for the text model's loader to say.
     hf = read_config_json(folder, hf_overrides, embeds=True)
-    has_config = isinstance(hf.get("vision_config"), dict)
-    return hf.get("model_type") in TOWERS and has_config and has_tower(folder)
+    kind = tower_kind(hf)
+    return kind in TOWERS and hf.get("model_type") in FAMILIES and has_tower(folder, kind)
 
 
-def read(folder: Path, hf_overrides: Mapping[str, Any] | None = None) -> Multimodal:
-    """Read how the model of a folder that `is_multimodal` reads images."""
+def tower_kind(hf: Mapping[str, Any]) -> Any:
+    """The `model_type` of a model's tower; None if it has none."""
+    vision_config = hf.get("vision_config")
+    if not isinstance(vision_config, dict):
+        return None
+    model_type = str(hf.get("model_type"))
+    return vision_config.get("model_type", TOWER_KINDS.get(model_type, model_type))
+
+
+def read(
+    folder: Path,
+    hf_overrides: Mapping[str, Any] | None = None,
+    processor_overrides: Mapping[str, Any] | None = None,
+) -> Multimodal:
+    """Read how the model of a folder that `is_multimodal` reads images.
+
+    Args:
+        folder: The model's folder.
+        hf_overrides: Overrides for keys of config.json.
+        processor_overrides: Overrides for keys of preprocessor_config.json.
+    """
     hf = read_config_json(folder, hf_overrides, embeds=True)
     model_type = hf["model_type"]
     vision_config = hf["vision_config"]
-    kind = vision_config.get("model_type", model_type)
+    kind = tower_kind(hf)
     dtype = vision_config.get("dtype") or hf.get("dtype") or hf.get("torch_dtype")
-    tower = module_of(kind).config(vision_config | ({"dtype": dtype} if dtype else {}))
+    tower = module_of(kind).config(vision_config | ({"dtype": dtype} if dtype else {}), hf)
     text = hf.get("text_config") or {}
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if "image_token_id" not in hf:
+    placeholder = hf.get("image_token_id", hf.get("image_token_index"))
+    if type(placeholder) is not int:
         raise ModelError(f"{folder / 'config.json'} lacks 'image_token_id', the placeholder")
-    sections = rope.get("mrope_section") or DEFAULT_SECTIONS.get(model_type, (24, 20, 20))
+    brackets = hf.get("vision_start_token_id"), placeholder, hf.get("vision_end_token_id")
+    prompt_tokens = tuple(token for token in brackets if token is not None)
+    row_tokens = special_tokens(folder, ROW_TOKENS.get(model_type, ()))
+    preprocessor = {**read_preprocessor(folder), **(processor_overrides or {})}
     return Multimodal(
         kind,
         tower,
-        rule_from_config(model_type, read_preprocessor(folder)),
-        hf["image_token_id"],
-        tuple(sections),
+        rule_from_config(model_type, preprocessor, patch=tower.patch, merge=tower.merge),
+        ImageLayout(placeholder, prompt_tokens, *row_tokens),
+        tuple(rope.get("mrope_section") or DEFAULT_SECTIONS.get(model_type, ())),
     )
+
+
+def special_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
+    """The ids of special tokens of a folder's tokenizer."""
+    if not texts:
+        return []
+    ids: dict[str, int] = {}
+    config_path = folder / "tokenizer_config.json"
+    if config_path.is_file():
+        added_tokens = read_json(config_path).get("added_tokens_decoder") or {}
+        ids = {entry["content"]: int(number) for number, entry in added_tokens.items()}
+    if not all(text in ids for text in texts) and (folder / "tokenizer.json").is_file():
+        added_tokens = read_json(folder / "tokenizer.json").get("added_tokens") or []
+        ids = {entry["content"]: entry["id"] for entry in added_tokens}
+    for text in texts:
+        if text not in ids:
+            raise ModelError(f"the tokenizer of {folder} lacks {text!r}, which images need")
+    return [ids[text] for text in texts]
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any]:
@@ -75,7 +135,11 @@ def read_preprocessor(folder: Path) -> dict[str, Any]:
 
 
 def with_axes(config: ModelConfig, multimodal: Multimodal) -> ModelConfig:
-    """The text model with a rotary embedding that turns by rows and columns of images too."""
+    """The text model with a rotary embedding that turns by rows and columns of images too, where
+    the model has that.
+    """
+    if not multimodal.sections:
+        return config
 
     def add_axes(layer):
         attention = layer.attention

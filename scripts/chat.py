@@ -1,5 +1,6 @@
 """`quire chat`: chat with a model in a terminal, or through a pipe with one message per line."""
 
+import base64
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from .terminal import FENCE, MessageReader, PlainAnswer, RenderedAnswer
 MAX_TOKENS = 512
 HELP = """\
 /reset starts a new conversation, /save FILE saves it for --resume FILE, /exit or Ctrl-D quits
+/image FILE puts an image before the next message
 Ctrl-C stops an answer; pressed twice, it quits
 Alt-Enter inserts a newline; pasted text is one message, as is everything between two \"\"\""""
 TAUGHT = """\
@@ -64,11 +66,13 @@ def converse(
     question: str | None = None,
     resume: Path | None = None,
     chat_template: Path | None = None,
+    image_files: Sequence[Path] = (),
 ) -> None:
     """Run a conversation, or answer one question."""
     opening = () if system is None else ({"role": "system", "content": system},)
     template = None if chat_template is None else o.read_text(chat_template)
     messages = opening if resume is None else read_conversation(resume, system)
+    images = [image_part(o.read_bytes(path)) for path in image_files]
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
     defaults: dict[str, Any] = {"max_tokens": MAX_TOKENS}
@@ -86,8 +90,10 @@ def converse(
                 "generate` continues a text; --chat-template FILE gives it a template"
             )
         params = with_defaults(params, sampling, llm.engine.chat_defaults)
+        if images and not llm.reads_images:
+            raise o.UsageError("--image is given, and the model reads text only")
         if question is not None:
-            if answer_message(llm, params, opening, question) == opening:
+            if answer_message(llm, params, opening, question, images) == opening:
                 raise typer.Exit(1)
             return
         if sys.stdin.isatty():
@@ -109,6 +115,11 @@ def converse(
                     break
                 case ["/reset"]:
                     messages = opening
+                    images = []
+                case ["/image", _, *_] if "\n" not in message:
+                    path = Path(message.split(maxsplit=1)[1].strip()).expanduser()
+                    if part := read_image(llm, path):
+                        images.append(part)
                 case ["/save", *words] if "\n" not in message and (words or saved_as):
                     path = Path(" ".join(words)).expanduser() if words else saved_as
                     assert path is not None
@@ -117,10 +128,32 @@ def converse(
                     print(HELP)
                 case [command] if command.startswith("/"):
                     print_error(
-                        f"no command {command}; there is /reset, /save FILE, /exit and /help"
+                        f"no command {command}; there is /reset, /save FILE, /image FILE, /exit "
+                        "and /help"
                     )
                 case _:
-                    messages = answer_message(llm, params, messages, message)
+                    messages = answer_message(llm, params, messages, message, images)
+                    images = []
+
+
+def image_part(file: bytes) -> dict[str, Any]:
+    """The content part of an image, as JSON that /save can write."""
+    url = f"data:application/octet-stream;base64,{base64.b64encode(file).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def read_image(llm, path: Path) -> dict[str, Any] | None:
+    """The content part of an image file; None, after printing the error, if that fails."""
+    if not llm.reads_images:
+        print_error("the model reads text only")
+        return None
+    try:
+        part = image_part(path.read_bytes())
+    except OSError as error:
+        print_error(f"{path} cannot be read: {error.strerror}")
+        return None
+    print(paint(f"{path} goes before the next message", sys.stdout, dim=True))
+    return part
 
 
 def fresh_seed() -> int:
@@ -206,19 +239,26 @@ def read_conversation(path: Path, system: str | None) -> tuple[dict, ...]:
 
 
 def is_message(value: Any) -> bool:
-    fields = {"role", "content"}
     return (
         isinstance(value, dict)
-        and {*value} == fields
-        and all(isinstance(value[name], str) for name in fields)
+        and {*value} == {"role", "content"}
+        and isinstance(value["role"], str)
+        and isinstance(value["content"], str | list)
     )
 
 
-def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
+def answer_message(
+    llm,
+    params,
+    messages: tuple[dict, ...],
+    question: str,
+    images: Sequence[dict[str, Any]] = (),
+) -> tuple[dict, ...]:
     """Stream an answer. Returns the extended conversation, or the old one if the request failed."""
     from .. import RequestError
 
-    conversation = (*messages, {"role": "user", "content": question})
+    content = [*images, {"type": "text", "text": question}] if images else question
+    conversation = (*messages, {"role": "user", "content": content})
     text = ""
     began = perf_counter()
     first = 0.0

@@ -57,6 +57,7 @@ def main(
     prompt_file: Annotated[
         Path | None, o.option("File with the prompt; - reads stdin.", o.OUTPUT)
     ] = None,
+    image: o.Images = None,
     stream: Annotated[
         bool | None,
         o.option(
@@ -83,6 +84,7 @@ def main(
     if echo and as_json:
         raise o.UsageError("--echo is for text: leave it out with --json, which has the prompt")
     text = read_prompt(prompt, prompt_file)
+    images = [o.read_bytes(path) for path in image or ()]
 
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
@@ -104,7 +106,7 @@ def main(
             sys.stdout.flush()
         loaded = perf_counter() - started
         params = with_defaults(params, sampling, llm.engine.defaults)
-        for last in llm.stream(text, params):
+        for last in llm.stream(with_images(llm, text, images), params):
             if not first_tokens and (first_tokens := count_tokens(last)):
                 first = perf_counter() - started
             if live:
@@ -145,6 +147,18 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is None and sys.stdin.isatty():
         raise o.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it in")
     return o.read_text(prompt_file or Path("-"))
+
+
+def with_images(llm, text: str, images: list[bytes]) -> Any:
+    """The prompt with its images, whose placeholders go before the text unless it has them."""
+    if not images:
+        return text
+    if not llm.reads_images:
+        raise o.UsageError("--image is given, and the model reads text only")
+    placeholder = llm.image_placeholder()
+    if placeholder not in text:
+        text = placeholder * len(images) + text
+    return {"prompt": text, "multi_modal_data": {"image": images}}
 
 
 def count_tokens(result) -> int:

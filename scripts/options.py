@@ -13,11 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..serving.api.options import ADAPTERS, EngineOptions
-from ..serving.api.options import MEMORY as MEMORY
-from ..serving.api.options import MODEL as MODEL
-from ..serving.api.options import OUTPUT as OUTPUT
-from ..serving.api.options import SAMPLING as SAMPLING
+from ..serving.api.flags import ADAPTERS
+from ..serving.api.flags import MEMORY as MEMORY
+from ..serving.api.flags import MODEL as MODEL
+from ..serving.api.flags import OUTPUT as OUTPUT
+from ..serving.api.flags import SAMPLING as SAMPLING
+from ..serving.api.options import EngineOptions
 from ..serving.api.params import MODEL_DEFAULTS, SamplingParams
 from .command import UsageError as UsageError
 from .sizes import size
@@ -65,13 +66,19 @@ def option(
     )
 
 
+Images = Annotated[
+    list[Path] | None,
+    option("Image file for the prompt; may be given several times.", OUTPUT, "FILE"),
+]
+
+
 def size_option(help: str, panel: str, metavar: str, default_text: str | bool = True) -> Any:
     """Declare an integer option that accepts suffixes, as in 32K."""
     return option(help, panel, metavar, default_text, parser=size)
 
 
 def field_flag(field: Field, default_text: str | bool) -> Any:
-    """The optional flag for a dataclass field declared by `serving.api.options.flag`."""
+    """The optional flag for a dataclass field declared by `serving.api.flags.flag`."""
     metadata = field.metadata
     name = f"--{field.name.replace('_', '-')}"
     # Typer supports no sequence type other than list.

@@ -25,6 +25,7 @@ def main(
         typer.Argument(metavar="[PROMPT]...", help="Prompt to answer; without one, chat."),
     ] = None,
     system: Annotated[str | None, o.option("System message.", o.OUTPUT)] = None,
+    image: o.Images = None,
     chat_template: ChatTemplate = None,
     *,
     sampling: dict[str, Any],
@@ -44,4 +45,14 @@ def main(
             "no prompt: give one after the model or pipe it in; at a terminal there is a "
             "conversation"
         )
-    converse(model, system, sampling, engine, question or None, chat_template=chat_template)
+    if image and not question:
+        raise o.UsageError("--image needs a prompt; in a conversation there is /image FILE")
+    converse(
+        model,
+        system,
+        sampling,
+        engine,
+        question or None,
+        chat_template=chat_template,
+        image_files=image or (),
+    )

@@ -41,7 +41,7 @@ from ..ops.native.kernel_names import ADAPTER
 from ..sharding.mesh import Mesh
 from ..sharding.spec import nbytes
 from .adapter_store import AdapterStore
-from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
+from .api.options import DISK, HOST, MAX_IMAGES, PARALLEL, EngineOptions, SizedOptions
 from .api.params import MAX_LOGPROBS
 from .cache.disk_cache import PAGE_FORMAT, DiskCache
 from .cache.host_cache import HostCache
@@ -74,7 +74,6 @@ log = logging.getLogger("quire")
 SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
 MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}  # largest number of rows of an image
 STORE_ROWS = 8192  # of the device's media store
-MAX_IMAGES = 16  # of a prompt
 
 
 def make_engine(
@@ -270,7 +269,7 @@ def make_runner(
     )
     shape = step_shape(sized, config)
     if multimodal is not None:
-        shape = replace(shape, media_axes=multimodal.num_axes)
+        shape = replace(shape, reads_media=True, media_axes=multimodal.num_axes)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     source = load_drafter(
@@ -314,7 +313,7 @@ def make_runner(
     media_encoder = media_reader = None
     if multimodal is not None:
         progress("loading the vision tower")
-        media_encoder, media_reader = media_of(folder, config, multimodal, max_len)
+        media_encoder, media_reader = media_of(folder, config, multimodal, max_len, options)
     runner = Runner(
         config,
         weights,
@@ -358,13 +357,20 @@ def multimodal_of(folder: Path, options: EngineOptions) -> Multimodal | None:
     """How the model reads images; None if it serves text only."""
     if text_only_reason(options) or not is_multimodal(folder, options.hf_overrides):
         return None
-    return read_multimodal(folder, options.hf_overrides)
+    return read_multimodal(folder, options.hf_overrides, options.mm_processor_kwargs)
+
+
+def max_images(options: EngineOptions) -> int:
+    """The maximum number of images of a prompt."""
+    return (options.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
 
 
 def text_only_reason(options: EngineOptions) -> str | None:
     """Why a model that could read images serves text only; None if it reads them."""
     if options.language_model_only:
         return "language_model_only is set"
+    if max_images(options) == 0:
+        return "limit_mm_per_prompt is 0 for images"
     if any(getattr(options, name) != 1 for name in (*PARALLEL.values(), "num_processes")):
         return "models that are split over devices or processes read no images"
     if importlib.util.find_spec("PIL") is None:
@@ -381,17 +387,27 @@ def media_bytes(config: ModelConfig, multimodal: Multimodal) -> int:
 
 
 def media_of(
-    folder: Path, config: ModelConfig, multimodal: Multimodal, max_len: int
+    folder: Path,
+    config: ModelConfig,
+    multimodal: Multimodal,
+    max_len: int,
+    options: EngineOptions,
 ) -> tuple[MediaEncoder, MediaReader]:
     """The encoder of a model's images, and what reads them from requests."""
     tower = multimodal.tower
     tower = replace(tower, model=replace(tower.model, dtype=config.dtype))
     native.prepare(kernels_of(tower.model)).result()
-    max_rows = min(MEDIA_ROWS["cpu" if on_host() else "gpu"], max_len)
+    max_rows = MEDIA_ROWS["cpu" if on_host() else "gpu"]
+    if options.mm_processor_kwargs:
+        max_rows = multimodal.rule.max_tokens or max_rows
+    max_rows = min(max_rows, max_len, STORE_ROWS)
     load_tower = partial(tower_checkpoint.load, folder, tower, multimodal.kind)
     log.info("reads images, of up to %d tokens each", max_rows)
     encoder = MediaEncoder(tower, value_table(multimodal.rule), load_tower, STORE_ROWS, max_rows)
-    return encoder, MediaReader(multimodal, max_rows * tower.group, MAX_IMAGES)
+    reader = MediaReader(
+        multimodal, max_rows * tower.group, max_images(options), options.max_image_pixels
+    )
+    return encoder, reader
 
 
 def step_shape(options: SizedOptions, config: ModelConfig) -> StepShape:

@@ -15,8 +15,9 @@ from ..model.text.tokenizer import Tokenizer
 from .adapter_store import with_adapter
 from .api.content import MEDIA_FIELD, MessageImage, refuse_images, take_images
 from .api.errors import RequestError
+from .api.flags import no_flag
 from .api.lora import LoRARequest, adapter_per_prompt
-from .api.options import EngineOptions, Pooling, make_options, no_flag, takes_options
+from .api.options import EngineOptions, Pooling, make_options, takes_options
 from .api.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -229,6 +230,20 @@ class LLM:
         ]
         params = params_list(self.or_default(sampling_params), len(prompts))
         return self.run(prompts, params, use_tqdm, adapters=lora_request)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self.engine.media_reader is not None
+
+    def image_placeholder(self) -> str:
+        """The text that stands for an image in a prompt of `generate`."""
+        reader = self.engine.media_reader
+        if reader is None:
+            raise RequestError("multi_modal_data", "has images, and this model reads text only")
+        tokenizer = self.get_tokenizer()
+        tokens = reader.multimodal.layout.prompt_tokens
+        return "".join(tokenizer.token_text(token) for token in tokens)
 
     def chat_prompt(
         self,

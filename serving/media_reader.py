@@ -1,5 +1,6 @@
 """Reads the images of prompts, and places them among the prompts' tokens."""
 
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from ..model.images.decode import image_size, import_pillow, to_rgb
 from ..model.images.decoder import ImageDecoder, ImagePatches, patches_digest
 from ..model.images.errors import ImageError
 from ..model.images.header import MAX_PIXELS
-from ..model.images.rule import AreaSizing, ImageRule
+from ..model.images.rule import AreaSizing, ImageRule, LongestSide
 from ..model.multimodal import Multimodal
 from .api.content import MessageImage
 from .api.errors import QueueFull, RequestError
@@ -103,7 +104,7 @@ class MediaReader:
             images: PIL images, uint8 arrays [height, width, 3], or the bytes of files.
             is_client: The images come over HTTP: `QueueFull` if too many are being read, or wait.
         """
-        placeholder = self.multimodal.image_token
+        placeholder = self.multimodal.layout.placeholder
         count = tokens.count(placeholder)
         if count != len(images):
             raise RequestError(
@@ -142,11 +143,10 @@ class MediaReader:
 
     def check_text(self, tokens: Sequence[int]) -> None:
         """Refuse a prompt without images that has a placeholder."""
-        if self.multimodal.image_token in tokens:
+        placeholder = self.multimodal.layout.placeholder
+        if placeholder in tokens:
             raise RequestError(
-                "prompt",
-                f"has a placeholder (token {self.multimodal.image_token}), and comes without "
-                "images",
+                "prompt", f"has a placeholder (token {placeholder}), and comes without images"
             )
 
     def item(self, image: MessageImage) -> MediaItem:
@@ -196,33 +196,43 @@ class MediaReader:
         return ImagePatches(patches, rows, columns, digest)
 
     def place(self, tokens: list[int], items: Sequence[MediaItem]) -> tuple[list[int], PromptMedia]:
-        """Repeat each placeholder for the rows of its item, and compute the positions on each axis:
-        those of an image are its row and column, and text goes on after the larger of both.
+        """Replace each placeholder by the tokens of its item, and compute the positions on each
+        axis: those of an image are its row and column, and text goes on after the larger of both.
         """
+        layout = self.multimodal.layout
         merge = self.multimodal.tower.merge
         remaining = iter(items)
         placed: list[int] = []
-        spans = []
-        positions: list[np.ndarray] = []  # [3, ...]
+        spans: list[MediaSpan] = []
+        positions: list[np.ndarray] = []  # [3, ...], of models with axes
         position = 0
         for token in tokens:
-            if token != self.multimodal.image_token:
+            if token != layout.placeholder:
                 placed.append(token)
                 positions.append(np.full((3, 1), position))
                 position += 1
                 continue
             item = next(remaining)
-            spans.append(MediaSpan(len(placed), item))
-            placed += [token] * item.num_rows
             rows = item.rows // merge
             columns = item.columns // merge
+            if layout.end is None or layout.row_break is None:
+                spans.append(MediaSpan(len(placed), item, 0, item.num_rows))
+                placed += [token] * item.num_rows
+            else:
+                for row in range(rows):
+                    spans.append(MediaSpan(len(placed), item, row * columns, columns))
+                    separator = layout.end if row == rows - 1 else layout.row_break
+                    placed += [token] * columns + [separator]
             grid = np.zeros((3, rows, columns), int)
             grid[1] = np.arange(rows)[:, None]
             grid[2] = np.arange(columns)
             positions.append(position + grid.reshape(3, -1))
             position += max(rows, columns)
+        num_axes = self.multimodal.num_axes
+        if not num_axes:
+            return placed, PromptMedia(spans, np.zeros((0, len(placed)), np.int32))
         shifts_AT = np.concatenate(positions, axis=1) - np.arange(len(placed))
-        if tokens[-1] == self.multimodal.image_token:
+        if tokens[-1] == layout.placeholder:
             # tokens after the prompt go on after its last image
             after = np.full((3, 1), position - len(placed))
             shifts_AT = np.concatenate([shifts_AT, after], axis=1)
@@ -230,10 +240,15 @@ class MediaReader:
 
 
 def limited_rule(rule: ImageRule, max_patches: int) -> ImageRule:
-    """The rule with images shrunk to at most this many patches, where it sizes them by area."""
+    """The rule with images shrunk to at most this many patches, where the rule has a limit."""
     sizing = rule.sizing
-    if not isinstance(sizing, AreaSizing):
-        return rule
-    max_pixels = min(sizing.max_pixels, max_patches * rule.patch**2)
-    min_pixels = min(sizing.min_pixels, max_pixels)
-    return replace(rule, sizing=replace(sizing, min_pixels=min_pixels, max_pixels=max_pixels))
+    if isinstance(sizing, AreaSizing):
+        max_pixels = min(sizing.max_pixels, max_patches * rule.patch**2)
+        min_pixels = min(sizing.min_pixels, max_pixels)
+        return replace(rule, sizing=replace(sizing, min_pixels=min_pixels, max_pixels=max_pixels))
+    if isinstance(sizing, LongestSide):
+        # the side of the largest square; the sides of others are at most as long
+        groups = math.isqrt(max_patches // rule.merge**2)
+        longest = min(sizing.longest, groups * sizing.multiple)
+        return replace(rule, sizing=replace(sizing, longest=longest))
+    return rule

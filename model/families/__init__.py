@@ -69,6 +69,8 @@ FAMILIES = {
     "qwen3_5_text": ".qwen3_5",
     "qwen3_moe": ".qwen3_moe",
     "qwen3_vl": ".wrapper",
+    "qwen3_vl_moe": ".wrapper",
+    "qwen3_vl_moe_text": ".qwen3_vl_moe",
     "qwen3_vl_text": ".qwen3",
     "qwen3_next": ".qwen3_next",
     "roberta": ".bert",

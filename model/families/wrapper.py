@@ -17,6 +17,7 @@ TEXT_TYPES = {  # model_type -> default model_type of its text_config
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 # Stated once for the whole model.
 SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")

@@ -144,6 +144,15 @@ class ImageRule:
         rows, columns = self.grid(width, height)
         return (rows // self.merge) * (columns // self.merge)
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The tokens of the largest image, where the rule limits their size."""
+        sizing = self.sizing
+        side = self.patch * self.merge
+        if isinstance(sizing, AreaSizing):
+            return max(1, sizing.max_pixels // side**2)
+        return (-(-sizing.longest // side)) ** 2 if isinstance(sizing, LongestSide) else None
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; the class of `sizing` is in its key `class`."""
         sizing = {"class": type(self.sizing).__name__, **asdict(self.sizing)}

@@ -2,7 +2,8 @@
 
 A tower is a `ModelConfig` of layers that attend in both directions, with a way in (patches of
 pixels to rows) and a way out (the merger). One module each, by the `model_type` in `vision_config`;
-it defines `config(vision_config) -> Tower` and `sources(tower)`, a weight tree whose leaves are
+it defines `config(vision_config, hf) -> Tower`, where `hf` is the whole config.json, the `PREFIXES`
+of its tensors in a checkpoint, and `sources(tower, prefix)`, a weight tree whose leaves are
 `Source`.
 """
 
@@ -12,11 +13,14 @@ from typing import Any
 from ..config import ModelError
 
 TOWERS = {
+    "pixtral": ".pixtral",
     "qwen3_5": ".qwen3",
     "qwen3_5_moe": ".qwen3",
+    "qwen3_5_moe_vision": ".qwen3",
     "qwen3_5_vision": ".qwen3",
     "qwen3_vl": ".qwen3",
     "qwen3_vl_moe": ".qwen3",
+    "qwen3_vl_moe_vision": ".qwen3",
     "qwen3_vl_vision": ".qwen3",
 }
 

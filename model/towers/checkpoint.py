@@ -14,13 +14,12 @@ from . import module_of
 from .config import Tower
 from .weights import TowerWeights, abstract
 
-PREFIXES = ("model.visual.", "visual.")  # of transformers 5, and of older checkpoints
 
-
-def has_tower(folder: Path) -> bool:
-    """Whether the folder holds the weights of a tower, as safetensors."""
+def has_tower(folder: Path, kind: str) -> bool:
+    """Whether the folder holds the weights of a tower of this `model_type`, as safetensors."""
+    prefixes = module_of(kind).PREFIXES
     has_weights = any(folder.glob("*.safetensors"))
-    return has_weights and any(name.startswith(PREFIXES) for name in find_tensors(folder))
+    return has_weights and any(name.startswith(prefixes) for name in find_tensors(folder))
 
 
 def load(
@@ -35,7 +34,8 @@ def load(
         progress: Called with the bytes of each array that was read.
     """
     tensors = find_tensors(folder)
-    prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in tensors)), PREFIXES[0])
+    prefixes = module_of(kind).PREFIXES
+    prefix = next((p for p in prefixes if any(name.startswith(p) for name in tensors)), prefixes[0])
     specs = abstract(tower)
     tensor_sources = jax.tree.map(
         lambda spec, source: source.found_in(tensors),

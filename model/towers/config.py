@@ -13,6 +13,9 @@ class Merger:
     out: int  # the decoder's width
     activation: str = "gelu"
     joins_first: bool = False  # the norm is over the joined patches, not over each
+    norm_eps: float | None = 1e-6  # None: no norm
+    joined_dim: int | None = None  # of joined patches after a matrix; None: there is no matrix
+    bias: bool = True  # of the MLP
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,10 @@ class Tower:
     model: ModelConfig  # the layers; their rotary embedding has two axes, row and column
     patch: int  # side of a patch, in pixels
     merge: int  # side of a group, in patches
-    positions_side: int  # side of the square of learned positions
     merger: Merger
+    positions_side: int = 0  # side of the square of learned positions; 0: there are none
+    patch_bias: bool = True
+    entry_norm: bool = False  # a norm before the first layer
     deepstack: tuple[int, ...] = ()  # layers whose output makes further rows
     deepstack_merger: Merger | None = None
 

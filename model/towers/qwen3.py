@@ -18,7 +18,10 @@ FRAMES = 2  # of a patch in the checkpoint; those of an image are equal
 THETA = 10000.0
 
 
-def config(vision_config: dict) -> Tower:
+PREFIXES = ("model.visual.", "visual.")  # of transformers 5, and of older checkpoints
+
+
+def config(vision_config: dict, hf: dict) -> Tower:
     keys = Keys(vision_config)
     keys.refuse("in_channels", 3)
     keys.ignore("initializer_range")
@@ -75,9 +78,11 @@ def config(vision_config: dict) -> Tower:
         patch=keys.count("patch_size", 16),
         merge=merge,
         positions_side=side,
-        merger=Merger(hidden, out),
+        merger=Merger(hidden, out, norm_eps=NORM_EPS),
         deepstack=deepstack,
-        deepstack_merger=Merger(hidden, out, joins_first=True) if deepstack else None,
+        deepstack_merger=Merger(hidden, out, joins_first=True, norm_eps=NORM_EPS)
+        if deepstack
+        else None,
     )
     keys.done()
     return tower

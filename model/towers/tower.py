@@ -54,11 +54,12 @@ def patches_of(
         patches.pixels_TV[start:stop] = pixels.reshape(rows * columns, -1)
         patches.positions_T[start:stop] = np.arange(rows * columns)
         patches.axis_positions_AT[:, start:stop] = row_T, column_T
-        table_rows_TN, table_weights_TN = interpolation(
-            row_T, column_T, rows, columns, tower.positions_side
-        )
-        patches.table_rows_TN[start:stop] = table_rows_TN
-        patches.table_weights_TN[start:stop] = table_weights_TN
+        if tower.positions_side:
+            table_rows_TN, table_weights_TN = interpolation(
+                row_T, column_T, rows, columns, tower.positions_side
+            )
+            patches.table_rows_TN[start:stop] = table_rows_TN
+            patches.table_weights_TN[start:stop] = table_weights_TN
         patches.starts_B1[number + 1 :] = stop
         start = stop
     return patches
@@ -102,11 +103,14 @@ def enter(tower: Tower, weights: TowerWeights, values_IC, patches: Patches):
             patches.pixels_TV.shape
         )
         x_TD = project("TV,VD->TD", pixels_TV.astype(dtype), weights.patch_VD, weights.patch_bias_D)
-        entries_TND = weights.position_embed_PD[patches.table_rows_TN].astype(jnp.float32)
-        position_TD = jnp.zeros_like(entries_TND[:, 0])
-        for n in range(entries_TND.shape[1]):
-            position_TD += entries_TND[:, n] * patches.table_weights_TN[:, n, None]
-        x_TD = x_TD + position_TD.astype(dtype)
+        if tower.positions_side:
+            entries_TND = weights.position_embed_PD[patches.table_rows_TN].astype(jnp.float32)
+            position_TD = jnp.zeros_like(entries_TND[:, 0])
+            for n in range(entries_TND.shape[1]):
+                position_TD += entries_TND[:, n] * patches.table_weights_TN[:, n, None]
+            x_TD = x_TD + position_TD.astype(dtype)
+        if tower.entry_norm:
+            x_TD = norm_alone(x_TD, weights.entry_norm, tower.model.norm_eps)
         return jnp.where(patches.positions_T[:, None] >= 0, x_TD, 0)
 
 
@@ -129,13 +133,15 @@ def run_layer(
 
 def merge(tower: Tower, merger: Merger, w: MergerWeights, x_TD):
     """Join the patches of each group: [T, D] to [T / group, out]."""
-    eps = tower.model.norm_eps
+    eps = merger.norm_eps
     with jax.named_scope("merger"):
-        if not merger.joins_first:
+        if eps is not None and not merger.joins_first:
             x_TD = norm_alone(x_TD, w.norm, eps)
         joined_RE = x_TD.reshape(-1, tower.group * x_TD.shape[1])
-        if merger.joins_first:
+        if eps is not None and merger.joins_first:
             joined_RE = norm_alone(joined_RE, w.norm, eps)
+        if merger.joined_dim:
+            joined_RE = project("RJ,JE->RE", joined_RE, w.join_JE)
         hidden_RF = project("RE,EF->RF", joined_RE, w.up_EF, w.up_bias_F)
         hidden_RF = ACTIVATIONS[merger.activation](hidden_RF)
         return project("RF,FD->RD", hidden_RF, w.down_FD, w.down_bias_D)

@@ -12,19 +12,21 @@ from .config import Merger, Tower
 
 
 class MergerWeights(struct.PyTreeNode):
-    norm: Array
+    norm: Any
     up_EF: Array
-    up_bias_F: Array
+    up_bias_F: Any
     down_FD: Array
-    down_bias_D: Array
+    down_bias_D: Any
+    join_JE: Any = None  # J: the values of a group's patches
 
 
 class TowerWeights(struct.PyTreeNode):
-    patch_VD: Array  # V: the values of a patch, pixel by pixel
-    patch_bias_D: Array
-    position_embed_PD: Array
+    patch_VD: Any  # V: the values of a patch, pixel by pixel
+    patch_bias_D: Any
     layers: tuple[LayerWeights, ...]
     merger: Any  # MergerWeights
+    position_embed_PD: Any = None
+    entry_norm: Any = None
     deepstack: tuple[MergerWeights, ...] = ()
 
 
@@ -35,10 +37,13 @@ def abstract(tower: Tower) -> TowerWeights:
     table_size = tower.positions_side**2
     return TowerWeights(
         patch_VD=matrix(config, (tower.patch_values,), (D,), (None, "embed")),
-        patch_bias_D=vector(D),
+        patch_bias_D=vector(D) if tower.patch_bias else None,
         position_embed_PD=ArraySpec(
             (table_size, D), jnp.dtype(config.dtype), (None, None), fan_in=D
-        ),
+        )
+        if table_size
+        else None,
+        entry_norm=norm_of(config, D) if tower.entry_norm else None,
         layers=tuple(layer_spec(config, layer) for layer in config.layers),
         merger=merger_spec(tower, tower.merger),
         deepstack=tuple(
@@ -51,11 +56,14 @@ def abstract(tower: Tower) -> TowerWeights:
 
 def merger_spec(tower: Tower, merger: Merger) -> MergerWeights:
     config = tower.model
-    E = tower.group * config.dim
+    J = tower.group * config.dim
+    E = merger.joined_dim or J
+    has_norm = merger.norm_eps is not None
     return MergerWeights(
-        norm=norm_of(config, E if merger.joins_first else config.dim),
+        norm=norm_of(config, J if merger.joins_first else config.dim) if has_norm else None,
         up_EF=matrix(config, (E,), (merger.dim,), ("embed", None)),
-        up_bias_F=vector(merger.dim),
+        up_bias_F=vector(merger.dim) if merger.bias else None,
         down_FD=matrix(config, (merger.dim,), (merger.out,), (None, "embed")),
-        down_bias_D=vector(merger.out),
+        down_bias_D=vector(merger.out) if merger.bias else None,
+        join_JE=matrix(config, (J,), (E,), ("embed", None)) if merger.joined_dim else None,
     )

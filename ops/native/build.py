@@ -57,7 +57,12 @@ TYPED_VARIANTS: dict[str, tuple[str, ...]] = {
     "iq4_a8": ("grouped.cc", "-DFORMAT=Iq4A8", "-DCODES=dtype::U32"),
     "uint4": ("grouped.cc", "-DFORMAT=Uint4", "-DCODES=dtype::U32"),
     "uint4_a8": ("grouped.cc", "-DFORMAT=Uint4A8", "-DCODES=dtype::U32"),
-    "uint4_half": ("grouped.cc", "-DFORMAT=Int4", "-DCODES=dtype::U32", "-DSCALE_TYPE=Float16Scale"),
+    "uint4_half": (
+        "grouped.cc",
+        "-DFORMAT=Int4",
+        "-DCODES=dtype::U32",
+        "-DSCALE_TYPE=Float16Scale",
+    ),
     "uint4_half_a8": (
         "grouped.cc",
         "-DFORMAT=Int4A8",
@@ -346,7 +351,7 @@ def precompiled_headers(command: tuple[str, ...], flags: tuple[str, ...]) -> tup
     try:
         folder = Path(precompiled_folder().name) / digest(repr((command, flags)))
         folder.mkdir()
-        headers = shutil.copy(HEADERS, folder)
+        headers = str(shutil.copy(HEADERS, folder))
         arguments = [*flags, "-x", "c++-header", headers, "-o", f"{headers}.gch"]
         run([*command, *arguments], HEADERS.name)
     except (OSError, NotImplementedError):  # such as a full disk

@@ -3,13 +3,14 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from dataclasses import KW_ONLY, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, cast, get_args
 
 from ...model.checkpoint.embedder import Pooling
 from ...model.config import ModelError
 from ..speculative.config import SpeculativeConfig, parse_speculative_config
+from .flags import ADAPTERS, DEVICES, MEMORY, MODEL, OUTPUT, PREFIXES, SPECULATION, flag, no_flag
 from .other_engines import suggest_name
 from .sizes import FORM, parse_size
 from .validation import shown
@@ -30,48 +31,11 @@ PARALLEL = {  # axes of the mesh
     "pipe": "pipeline_parallel_size",
     "data": "data_parallel_size",
 }
-# Panels of `--help`.
-MODEL = "The model"
-DEVICES = "Devices and processes"
-MEMORY = "Memory and batching"
-PREFIXES = "Prefix cache"
-SPECULATION = "Speculative decoding"
-OUTPUT = "Input and output"
-SAMPLING = "Sampling"
-ADAPTERS = "Adapters"
 MAX_ADAPTERS = 1024
 MAX_ADAPTER_RANK = 256
-
-
-def flag(
-    default: Any,
-    panel: str,
-    help: str,
-    metavar: str | None = None,
-    default_text: str | None = None,
-    short_name: str = "",
-) -> Any:
-    """Declare a field that is also a flag of the commands.
-
-    An integer with a metavar may be written there as 32K or 8G.
-
-    Args:
-        default_text: The default as a text, if it depends on other settings.
-        short_name: One-letter or short form of the flag.
-    """
-    metadata = {
-        "panel": panel,
-        "help": help,
-        "metavar": metavar,
-        "default_text": default_text,
-        "short": short_name,
-    }
-    return field(default=default, metadata=metadata)
-
-
-def no_flag(default: Any, help: str) -> Any:
-    """Declare a field that only Python's arguments have."""
-    return field(default=default, metadata={"help": help})
+MAX_IMAGES = 16  # of a prompt, by default
+# Keys of preprocessor_config.json that can be overridden.
+IMAGE_SIZES = ("min_pixels", "max_pixels", "size", "max_soft_tokens")
 
 
 @dataclass(frozen=True)
@@ -93,6 +57,27 @@ class EngineOptions:
     )
     language_model_only: bool = flag(
         False, MODEL, "Serve only the text model of a model that reads images."
+    )
+    limit_mm_per_prompt: dict[str, int] | None = flag(
+        None,
+        MODEL,
+        "Maximum number of images of a prompt, as in '{\"image\": 4}'; 0 serves only the text "
+        "model.",
+        "JSON",
+        '{"image": 16}',
+    )
+    mm_processor_kwargs: dict[str, Any] | None = flag(
+        None,
+        MODEL,
+        "Overrides for keys of preprocessor_config.json that size images: min_pixels, max_pixels, "
+        "size, max_soft_tokens.",
+        "JSON",
+    )
+    max_image_pixels: int = flag(
+        50_000_000,
+        MODEL,
+        "Maximum number of pixels of an image; larger ones are refused before they are decoded.",
+        "N",
     )
     revision: str | None = flag(
         None, MODEL, "Branch, tag or commit of the model on Hugging Face.", "NAME", "main"
@@ -382,6 +367,7 @@ class EngineOptions:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_steps_per_launch",
+            "max_image_pixels",
             "num_processes",
             *PARALLEL.values(),
         )
@@ -522,12 +508,26 @@ class EngineOptions:
             raise ModelError(
                 f"load_format is {self.load_format!r}; it can be {', '.join(LOAD_FORMATS)}"
             )
-        for name in ("hf_overrides", "override_generation_config"):
+        for name in ("hf_overrides", "override_generation_config", "mm_processor_kwargs"):
             value = getattr(self, name)
             if value is not None and not (
                 isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
             ):
                 raise ModelError(f"{name} is {value!r:.80}; it must map names to values")
+        limits = self.limit_mm_per_prompt
+        if limits is not None and not (
+            isinstance(limits, Mapping)
+            and all(type(limit) is int and limit >= 0 for limit in limits.values())
+            and not any(limit for kind, limit in limits.items() if kind != "image")
+        ):
+            raise ModelError(
+                f"limit_mm_per_prompt is {limits!r:.80}; it must be a number of images such as "
+                "{'image': 4}, and 0 for everything else, which is not supported"
+            )
+        if unknown := set(self.mm_processor_kwargs or ()) - set(IMAGE_SIZES):
+            raise ModelError(
+                f"mm_processor_kwargs has {min(unknown)!r}; supported are {', '.join(IMAGE_SIZES)}"
+            )
         if not isinstance(self.generation_config, str):
             raise ModelError(
                 f"generation_config is {self.generation_config!r}; it can be auto, vllm or a folder"

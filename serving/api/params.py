@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from . import vllm_names
 from .errors import RequestError
-from .options import SAMPLING as PANEL
+from .flags import SAMPLING as PANEL
 from .options import describe_option
 from .other_engines import suggest_name
 from .structured import StructuredOutputsParams, check_structure

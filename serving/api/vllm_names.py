@@ -18,7 +18,7 @@ NOTHING = (None, False, 0, "", [], (), {})  # values that request nothing
 COMPILED = "every step is compiled by XLA at startup"
 EXCHANGE = "XLA implements the communication between devices"
 LOADING = "weight files are memory-mapped, and each tensor is read once"
-NO_MEDIA = "images, video and audio are not supported"
+NO_MEDIA = "docs/images.md describes how images are read; video and audio are not supported"
 STACKS = "the adapters of a weight are stored in one stack, in the model's dtype"
 STATES = (
     "a recurrent layer keeps its state in a slot for each sequence, in one layout and dtype, "
@@ -132,7 +132,6 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "kv_offloading_size": unsupported("`kv_cache_host_bytes` sets it, in bytes"),
     "kv_sharing_fast_prefill": COMPILED,
     "kv_transfer_config": unsupported(TRANSFER),
-    "limit_mm_per_prompt": NO_MEDIA,
     "logits_processor_pattern": unsupported(PLUGIN),
     "logits_processors": unsupported(
         "logits stay on the device: `logit_bias`, `allowed_token_ids`, `bad_words` and "
@@ -159,7 +158,6 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "mm_encoder_tp_mode": NO_MEDIA,
     "mm_processor_cache_gb": NO_MEDIA,
     "mm_processor_cache_type": NO_MEDIA,
-    "mm_processor_kwargs": NO_MEDIA,
     "mm_shm_cache_max_object_size_mb": NO_MEDIA,
     "model_impl": "there is one implementation of each model",
     "model_loader_extra_config": unsupported("loading has no further options"),

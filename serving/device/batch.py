@@ -160,10 +160,10 @@ def empty(shape: StepShape) -> Batch:
             wants_logprobs_R=np.zeros(R, bool),
         ),
     )
+    if shape.reads_media:
+        batch = batch.replace(media_T=np.full(T, -1, i32))
     if shape.media_axes:
-        batch = batch.replace(
-            media_T=np.full(T, -1, i32), shifts_AT=np.zeros((shape.media_axes, T), i32)
-        )
+        batch = batch.replace(shifts_AT=np.zeros((shape.media_axes, T), i32))
     if shape.num_adapters:
         no_adapter = shape.num_adapters
         batch = batch.replace(

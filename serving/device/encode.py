@@ -22,6 +22,8 @@ from .programs import Call, Compiler
 
 # Images are padded to one of these numbers of patches.
 SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "gpu": (1024, 4096, 16384)}
+# Patches times layers between two steps of sequences that decode, or one layer.
+LAYER_PATCHES = {"cpu": 2048, "gpu": 65536}
 
 
 @partial(jax.jit, static_argnames="tower")
@@ -44,6 +46,10 @@ def write_rows(
     """Write merged patches to a column of the store; rows past its end are padding."""
     rows_RD = merge(tower, merger, weights, x_TD)
     return media_RED.at[rows_R, column].set(bits_of(rows_RD), mode="drop")
+
+
+def backend() -> str:
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
 class EncoderPrograms(NamedTuple):
@@ -84,8 +90,7 @@ class MediaEncoder:
         self.num_rows = num_rows
         self.max_rows = max_rows
         max_patches = max_rows * tower.group
-        sizes = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
-        self.sizes = (*(size for size in sizes if size < max_patches), max_patches)
+        self.sizes = (*(size for size in SIZES[backend()] if size < max_patches), max_patches)
         self.programs: dict[int, EncoderPrograms] = {}
         self.shardings: Any = None  # of the weights, while the engine sleeps
 
@@ -129,29 +134,19 @@ class MediaEncoder:
             else None,
         )
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.tower.model.layers)
+
     def entry_weights(self) -> TowerWeights:
         return self.weights.replace(layers=(), merger=None, deepstack=())
 
     def layer_weights(self, index: int) -> TowerWeights:
-        return TowerWeights(None, None, None, (self.weights.layers[index],), None)
+        return TowerWeights(None, None, (self.weights.layers[index],), None)
 
-    def encode(self, media_RED: Any, item: MediaItem, store_rows: list[int]) -> Any:
-        """Compute an item's rows and write them to these rows of the store; returns the store."""
-        tower = self.tower
-        size = next(size for size in self.sizes if size >= item.rows * item.columns)
-        programs = self.programs[size]
-        patches = patches_of(tower, [(item.patches, item.rows, item.columns)], size, 1)
-        rows_R = np.full(size // tower.group, self.num_rows, np.int32)
-        rows_R[: len(store_rows)] = store_rows
-        x_TD = programs.enter(self.entry_weights(), self.values_IC, patches)
-        for index in range(len(tower.model.layers)):
-            x_TD = programs.layer(self.layer_weights(index), x_TD, patches)
-            if index in tower.deepstack:
-                number = tower.deepstack.index(index)
-                weights = self.weights.deepstack[number]
-                column = np.int32(1 + number)
-                media_RED = programs.merge_deepstack(weights, media_RED, x_TD, rows_R, column)
-        return programs.merge(self.weights.merger, media_RED, x_TD, rows_R, np.int32(0))
+    def begin(self, item: MediaItem, store_rows: list[int]) -> "Encoding":
+        """Begin to compute an item's rows, which go to these rows of the store."""
+        return Encoding(self, item, store_rows)
 
     def sleep(self, keep_weights: bool) -> None:
         """Free the device's memory; kept weights go to host memory."""
@@ -164,3 +159,47 @@ class MediaEncoder:
             self.weights = self.load_weights()
         else:
             self.weights = jax.tree.map(to_device, self.weights, self.shardings)
+
+
+class Encoding:
+    """An item on its way through the tower, which pauses after some layers."""
+
+    def __init__(self, encoder: MediaEncoder, item: MediaItem, store_rows: list[int]):
+        tower = encoder.tower
+        self.encoder = encoder
+        size = next(size for size in encoder.sizes if size >= item.rows * item.columns)
+        self.programs = encoder.programs[size]
+        self.patches = patches_of(tower, [(item.patches, item.rows, item.columns)], size, 1)
+        self.rows_R = np.full(size // tower.group, encoder.num_rows, np.int32)
+        self.rows_R[: len(store_rows)] = store_rows
+        self.num_layers = max(1, LAYER_PATCHES[backend()] // size)  # between two pauses
+        self.next_layer = 0
+        self.x_TD = self.programs.enter(encoder.entry_weights(), encoder.values_IC, self.patches)
+
+    @property
+    def is_done(self) -> bool:
+        return self.next_layer == self.encoder.num_layers
+
+    def advance(self, media_RED: Any) -> Any:
+        """Run the layers up to the next pause; returns the store, where results were written."""
+        encoder, tower, programs = self.encoder, self.encoder.tower, self.programs
+        for _ in range(self.num_layers):
+            index = self.next_layer
+            self.x_TD = programs.layer(encoder.layer_weights(index), self.x_TD, self.patches)
+            self.next_layer += 1
+            if index in tower.deepstack:
+                number = tower.deepstack.index(index)
+                weights = encoder.weights.deepstack[number]
+                media_RED = self.write(programs.merge_deepstack, weights, media_RED, 1 + number)
+            if self.is_done:
+                return self.write(programs.merge, encoder.weights.merger, media_RED, 0)
+        return media_RED
+
+    def write(self, merge: Any, weights: MergerWeights, media_RED: Any, column: int) -> Any:
+        """Merge the patches into a column of the store."""
+        self.wait()  # so that a failed layer does not destroy the store, which all steps read
+        return merge(weights, media_RED, self.x_TD, self.rows_R, np.int32(column))
+
+    def wait(self) -> None:
+        """Wait for the layers."""
+        jax.block_until_ready(self.x_TD)

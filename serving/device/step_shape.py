@@ -36,7 +36,8 @@ class StepShape:
     needs_draft_prefill: bool = False  # it must compute the tokens before those that it drafts
     whole_prompts: bool = False  # an encoder's: a prompt is computed in one step
     num_adapters: int = 0
-    media_axes: int = 0  # axes of the rotary embedding of a model that reads media; 0: text only
+    reads_media: bool = False
+    media_axes: int = 0  # axes of the rotary embedding; 0: a position is a token's index
     num_groups: int = 1  # of layers that share a page table
     page_size: int = 16
     table_width: int = 1  # pages of a sequence

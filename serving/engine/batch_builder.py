@@ -146,6 +146,8 @@ class BatchBuilder:
         (steps,) = self.decode_steps
         if not steps or steps[0].size != next(iter(self.layouts)):
             return False
+        if any(item.is_first_step for item in items):  # `assign` will drop the steps
+            return False
         return self.continued(steps, items) is not None and len(steps[0].of_T) == len(items)
 
     def build_fused(self, plan: StepPlan, max_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -418,13 +420,18 @@ def fill_media(
         if media is None:
             continue
         stop = item.start + item.num_tokens
-        b.shifts_AT[:, row : row + item.num_tokens] = media.shifts(item.start, stop)
+        if b.shifts_AT is not None:
+            b.shifts_AT[:, row : row + item.num_tokens] = media.shifts(item.start, stop)
         for span in media.between(item.start, stop):
             first = max(span.start, item.start)
             last = min(span.stop, stop)
-            b.media_T[row + first - item.start : row + last - item.start] = store.rows(
-                item.seq.cache.salt, span.item, first - span.start, last - span.start
+            store_rows = store.rows(
+                item.seq.cache.salt,
+                span.item,
+                span.first_row + first - span.start,
+                span.first_row + last - span.start,
             )
+            b.media_T[row + first - item.start : row + last - item.start] = store_rows
 
 
 def needs_of(items: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, bool]:

@@ -1,5 +1,6 @@
 """The engine's loop: it schedules, launches, collects and processes steps."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from .runner import Runner
 from .scheduler import Scheduler, StepPlan
 from .step_record import Observer, StepRecord
 from .step_result import InFlightStep, StepResult
+
+log = logging.getLogger("quire")
 
 # Seconds by which fused steps may delay a token that is streamed, and one of an answer that is sent
 # whole.
@@ -86,7 +89,7 @@ class Engine:
         self.lifecycle = Lifecycle(runner, self.scheduler, tables, self.results, page_identity)
         self.deadlines = Deadlines()
         self.in_flight: deque[InFlightStep] = deque()  # the oldest first
-        self.is_encoding = False  # media, before the step that is being launched
+        self.has_encoded = False  # media, since the last launch
         self.step_seconds = 1.0  # mean of the latest decode steps
         self.last_collected = 0.0  # when the latest results were there
 
@@ -169,6 +172,7 @@ class Engine:
         plan = self.schedule() if launches else None
         try:
             step = self.launch(plan, began)
+            changed += self.encode_media()
             result = self.collect(num_kept=self.num_ahead if step else 0)
             changed += self.update(result)
         except Exception as error:
@@ -203,17 +207,33 @@ class Engine:
             item.seq.request.scheduled(began)
         for slot, adapter in self.scheduler.take_adapters():
             self.runner.load_adapter(slot, adapter)
-        media = self.scheduler.take_media()
-        self.is_encoding = bool(media)
-        for media_item, store_rows in media:
-            self.runner.encode_media(media_item, store_rows)
         step = self.runner.launch(plan, self.scheduler.take_moves())
         step = step._replace(
-            began=began, scheduled=scheduled, launched=self.clock(), encodes_media=self.is_encoding
+            began=began, scheduled=scheduled, launched=self.clock(), follows_media=self.has_encoded
         )
-        self.is_encoding = False
+        self.has_encoded = False
         self.in_flight.append(step)
         return step
+
+    def encode_media(self) -> Iterator[Request]:
+        """Run a part of the encoder for the first item that a sequence waits for; yields the
+        requests that end because it failed.
+        """
+        store = self.runner.media_store
+        if store is None or (pending := store.first_pending()) is None:
+            return
+        self.has_encoded = True
+        try:
+            self.runner.encode_media(*pending)
+            if not self.in_flight and self.runner.encoding is not None:
+                self.runner.encoding.wait()  # so that a new request waits for this part only
+        except Exception as error:
+            log.error("an image could not be encoded; its requests end", exc_info=error)
+            self.runner.encoding = None
+            store.drop(*pending)
+            for seq in self.scheduler.sequences_reading(*pending):
+                yield seq.request
+                self.results.end(seq, "error")
 
     def collect(self, num_kept: int) -> StepResult | None:
         """Wait for the oldest step in flight; None if no more than `num_kept` are in flight."""
@@ -275,7 +295,7 @@ class Engine:
 
     def record_step_time(self, result: StepResult, seconds_since_previous: float) -> None:
         """Update the mean time of a decode step, and the speculator's measurements."""
-        if not (result.plan.decodes and result.num_steps):
+        if not (result.plan.decodes and result.num_steps) or result.step.follows_media:
             return
         seconds = (result.collected - result.device_began) / result.num_steps
         self.step_seconds += (
@@ -328,11 +348,6 @@ class Engine:
         """Empty the prefix cache; running requests continue."""
         for table in self.tables:
             table.clear()
-
-    @property
-    def encodes_media(self) -> bool:
-        """Whether a vision tower runs before one of the steps in flight."""
-        return self.is_encoding or any(step.encodes_media for step in tuple(self.in_flight))
 
     @property
     def busy(self) -> bool:

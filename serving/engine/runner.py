@@ -1,7 +1,7 @@
 """Runs step plans on the device: builds batches, launches compiled steps, reads sampled tokens."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from ..api.errors import RequestError
 from ..cache.media_store import MediaStore
 from ..cache.page_moves import PageMoves
 from ..device.compile_counter import CompileCounter
-from ..device.encode import MediaEncoder
+from ..device.encode import Encoding, MediaEncoder
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.host_snapshot import to_device, to_host
@@ -115,6 +115,7 @@ class Runner:
             self.rebalancer = ExpertRebalancer(self.expert_loads, config, mesh, rebalance_steps)
         self.state: State = self.make_state()
         self.homes: Any = None  # the shardings of weights and state, while the engine sleeps
+        self.encoding: Encoding | None = None  # of the first pending item of the media store
 
     def tell(self, call: str, *values: Any) -> None:
         """Send a call to the other processes, which repeat it, before this process makes it."""
@@ -137,6 +138,7 @@ class Runner:
     def reset(self) -> None:
         """Replace the device state with an empty one."""
         self.tell("reset")
+        self.encoding = None
         self.state = None  # type: ignore[assignment] - there is no room for two
         try:
             self.state = jax.block_until_ready(self.make_state())
@@ -337,6 +339,7 @@ class Runner:
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
         """Free the device's memory; what the level keeps goes to host memory."""
         self.tell("sleep", keep_weights, keep_pages)
+        self.encoding = None
         self.homes = jax.tree.map(lambda leaf: leaf.sharding, (self.weights, self.state))
         self.weights = to_host(self.weights, keep_weights)
         self.state = to_host(self.state, keep_pages)
@@ -406,11 +409,17 @@ class Runner:
         can_fuse = self.max_fused > 1 and plan.decodes and self.batch_builder.can_extend(plan)
         return self.max_fused if can_fuse else 1
 
-    def encode_media(self, item: MediaItem, store_rows: list[int]) -> None:
-        """Compute an item's rows of the media store."""
-        assert self.media_encoder is not None
-        media_RED = self.media_encoder.encode(self.state.media_RED, item, store_rows)
+    def encode_media(self, salt: Hashable, item: MediaItem) -> None:
+        """Run some layers of the media store's first pending item, after the steps in flight."""
+        assert self.media_encoder is not None and self.media_store is not None
+        if self.encoding is None:
+            rows = self.media_store.rows(salt, item, 0, item.num_rows)
+            self.encoding = self.media_encoder.begin(item, rows)
+        media_RED = self.encoding.advance(self.state.media_RED)
         self.state = self.state.replace(media_RED=media_RED)
+        if self.encoding.is_done:
+            self.encoding = None
+            self.media_store.finish(salt, item)
 
     def adapter_write(self) -> Call:
         """The program that copies an adapter's matrices into a slot."""

@@ -1,11 +1,13 @@
 """Schedules sequences into steps, with pages and slots; pure Python, without JAX or the model."""
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ...model.config import FAR
 from ..api.outputs import FinishReason
 from ..cache.media_store import MediaStore
 from ..cache.page_moves import PageMoves
@@ -184,9 +186,17 @@ class Scheduler:
         """Take the (slot, adapter) pairs that must be loaded before the next step."""
         return [load for replica in self.replicas for load in replica.adapters.take_loads()]
 
-    def take_media(self) -> list[tuple[MediaItem, list[int]]]:
-        """Take the media to encode before the next step, with their rows of the media store."""
-        return [] if self.media_store is None else self.media_store.take_unencoded()
+    def sequences_reading(self, salt: Hashable, item: MediaItem) -> list[Sequence]:
+        """The running sequences that still have to read an item."""
+        return [
+            seq
+            for seq in self.running
+            if seq.media is not None
+            and seq.cache.salt == salt
+            and any(
+                span.item.digest == item.digest for span in seq.media.between(seq.num_computed, FAR)
+            )
+        ]
 
     def forget_device(self) -> None:
         """Forget which adapters and media the device holds, since its state is new."""
@@ -429,7 +439,7 @@ class ReplicaScheduler:
         start = seq.num_computed
         count = self.table.tokens_to_snapshot(seq, start, min(missing, self.rows))
         if seq.media is not None and self.media_store is not None:
-            count = reserve_media(self.media_store, seq, seq.media, start, count)
+            count = tokens_before_missing_media(self.media_store, seq, seq.media, start, count)
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
             positions = [
@@ -516,13 +526,15 @@ class ReplicaScheduler:
         assert sorted(slots) == list(range(self.shape.max_seqs)), "a slot is lost or has two owners"
 
 
-def reserve_media(
+def tokens_before_missing_media(
     store: MediaStore, seq: Sequence, media: PromptMedia, start: int, count: int
 ) -> int:
-    """How many of `count` tokens to compute at once, so that the media among them are in the store
-    when the step runs.
+    """How many of `count` tokens can be computed now: those before the first item that is not
+    encoded yet. All items among them are requested.
     """
-    for span in media.between(start, start + count):
-        if not store.reserve(seq.cache.salt, span.item):
-            return max(span.start - start, 0)
-    return count
+    starts = [
+        span.start
+        for span in media.between(start, start + count)
+        if not store.request(seq.cache.salt, span.item)
+    ]
+    return max(starts[0] - start, 0) if starts else count

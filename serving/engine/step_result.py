@@ -33,7 +33,7 @@ class InFlightStep(NamedTuple):
     began: float = 0.0
     scheduled: float = 0.0
     launched: float = 0.0
-    encodes_media: bool = False  # a vision tower runs before it
+    follows_media: bool = False  # a part of the encoder runs between it and the step before it
 
 
 class SampledTokens(NamedTuple):  # hundreds are made a step

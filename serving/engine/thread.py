@@ -11,8 +11,6 @@ from ..api.errors import NotServing
 from .delivery import Outbox
 from .engine import Engine
 
-ENCODING = 120.0  # seconds that a vision tower may take beyond a step's
-
 log = logging.getLogger("quire")
 
 
@@ -69,11 +67,9 @@ class EngineThread:
             self.close()
 
     def stalled(self) -> float:
-        """Seconds since the current step or job began, without what a vision tower may take."""
+        """Seconds since the current step or job began."""
         since = self.busy_since
-        if since is None:
-            return 0.0
-        return self.clock() - since - (ENCODING if self.engine.encodes_media else 0)
+        return 0.0 if since is None else self.clock() - since
 
     def awaited(self) -> bool:
         """Whether a reader or a caller waits for this thread."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ...model.config import ModelError
 from .. import parsing
-from ..api.options import flag
+from ..api.flags import flag
 from ..api.params import MAX_CHOICES
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -24,14 +24,16 @@ class MediaItem:
 
 
 class MediaSpan(NamedTuple):
-    """The placeholder tokens of an item."""
+    """Placeholder tokens of consecutive rows of an item."""
 
     start: int
     item: MediaItem
+    first_row: int
+    num_rows: int
 
     @property
     def stop(self) -> int:
-        return self.start + self.item.num_rows
+        return self.start + self.num_rows
 
 
 class PromptMedia:
@@ -83,7 +85,7 @@ class PrefixKeys(Sequence[int]):
             first = max(span.start, start)
             last = min(span.stop, stop)
             keys[first - start : last - start] = [
-                -1 - ((span.item.digest << ROW_BITS) + position - span.start)
+                -1 - ((span.item.digest << ROW_BITS) + span.first_row + position - span.start)
                 for position in range(first, last)
             ]
         return keys

@@ -4,17 +4,20 @@ image.
 
 import gc
 import io
+import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.model.config import ModelError
 from quire.ops import native
 from quire.serving import build
 from quire.serving.api.content import MessageImage
 from quire.serving.api.errors import QueueFull, RequestError
 from quire.serving.cache.media_store import MediaStore
+from quire.serving.device import encode
 from quire.serving.engine.beam_search import BeamSearchParams
 from quire.serving.media_reader import ImageQueue
 from quire.serving.request.media import MediaItem
@@ -23,10 +26,15 @@ from quire.tests.support.tiny_vision import IMAGE, VISION_END, VISION_START
 
 pytest.importorskip("PIL")
 
+SMALLER = {  # sizes of images
+    "qwen3_vl": {"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
+    "qwen3_5": {"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
+    "mistral3": {"longest_edge": 32},
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "mistral3"])
 def folder(request, tmp_path_factory):
     if not native.serves():
         pytest.skip("XLA sums products in an order that depends on the number of tokens")
@@ -42,6 +50,18 @@ def make_llm(folder, **options) -> LLM:
         "dtype": "float32",
     }
     return LLM(model=str(folder), **defaults | options)
+
+
+def llm_kind(folder) -> str:
+    return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+def png(pixels: np.ndarray) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def exact_answer(output) -> tuple:
@@ -142,6 +162,42 @@ def test_preempted_image_request_answers_the_same(llm, prompts, expected):
     assert [exact_answer(request.output()) for request in requests] == expected[:3]
 
 
+def test_images_are_limited_by_options(folder, prompts):
+    options = {
+        "limit_mm_per_prompt": {"image": 1},
+        "max_image_pixels": 40 * 50,
+        "mm_processor_kwargs": {"size": SMALLER[llm_kind(folder)]},
+    }
+    large, fitting = (np.zeros((size, 50, 3), np.uint8) for size in (41, 40))
+    with make_llm(folder, **options) as llm:
+        with pytest.raises(RequestError, match="is image 2 of the prompt; at most 1 are accepted"):
+            llm.generate([prompts[1]], PARAMS, use_tqdm=False)
+        image_prompt = {"prompt_token_ids": [IMAGE, 5]}
+        with pytest.raises(RequestError, match="50 x 41 pixels; at most 2,000 are accepted"):
+            llm.generate([image_prompt | {"multi_modal_data": {"image": png(large)}}], PARAMS)
+        (output,) = llm.generate(
+            [image_prompt | {"multi_modal_data": {"image": png(fitting)}}], PARAMS, use_tqdm=False
+        )
+        # 32 x 32 pixels at most, 8 x 8 of them a token
+        assert output.prompt_token_ids.count(IMAGE) <= 16
+    with make_llm(folder, limit_mm_per_prompt={"image": 0}) as llm:
+        assert llm.engine.runner.media_encoder is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt is"),
+        ({"limit_mm_per_prompt": {"video": 1}}, "0 for everything else"),
+        ({"mm_processor_kwargs": {"do_resize": False}}, "mm_processor_kwargs has 'do_resize'"),
+        ({"max_image_pixels": 0}, "max_image_pixels is 0; it must be an integer of at least 1"),
+    ],
+)
+def test_invalid_image_options_are_refused(options, message):
+    with pytest.raises(ModelError, match=message):
+        LLM(**options)
+
+
 @pytest.mark.parametrize("fields", [{"method": "ngram"}, {"method": "self", "num_layers": 2}])
 def test_image_answers_are_the_same_with_drafts(folder, prompts, expected, fields):
     if fields["method"] == "self" and "qwen3_5" in (folder / "config.json").read_text():
@@ -195,12 +251,7 @@ def test_other_image_does_not_match_a_cached_prefix(llm):
 
 
 def picture_file() -> bytes:
-    from PIL import Image
-
-    file = io.BytesIO()
-    pixels = tiny_vision.random_image(np.random.default_rng(3), 50, 40)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return png(tiny_vision.random_image(np.random.default_rng(3), 50, 40))
 
 
 def test_chat_reads_pictures_files_and_data_urls(llm):
@@ -259,25 +310,66 @@ def test_beam_search_refuses_images(llm, prompts):
         llm.beam_search([prompts[0]], BeamSearchParams(beam_width=2, max_tokens=4))
 
 
-def test_large_images_are_encoded_in_several_steps(llm):
-    """One step encodes as many rows as one largest image has, so that others wait no longer."""
-    store = MediaStore(1024, max_step_rows=100)
-    items = [MediaItem(digest, np.zeros(0), 1, 1, 60) for digest in range(3)]
+def test_media_store_serves_the_first_sequence_and_evicts_what_nobody_reads():
+    """Two sequences, each with an item that fills the store, planned in the same order."""
+    store = MediaStore(128, max_pending_rows=100)
+    first, second = (MediaItem(digest, np.zeros(0), 1, 1, 128) for digest in range(2))
+
+    def plan() -> list[bool]:
+        store.begin_step()
+        return [store.request(None, item) for item in (first, second)]
+
+    assert plan() == [False, False]
+    assert plan() == [False, False]
+    assert store.first_pending() == (None, first)
+    store.finish(None, first)
+    assert plan() == [True, False]
+    assert store.first_pending() is None  # the step reads the only rows
     store.begin_step()
-    assert [store.reserve(None, item) for item in items[:2]] == [True, False]
-    assert [item.digest for item, _ in store.take_unencoded()] == [0]
+    assert not store.request(None, second)
+    store.finish(None, second)
     store.begin_step()
-    assert [store.reserve(None, item) for item in items] == [True, True, False]
+    assert store.request(None, second) and not store.request(None, first)
 
 
-def test_media_of_a_step_that_is_not_launched_are_free_again():
-    store = MediaStore(128, max_step_rows=128)
-    items = [MediaItem(digest, np.zeros(0), 1, 1, 128) for digest in range(2)]
-    store.begin_step()
-    assert [store.reserve(None, item) for item in items] == [True, False]
-    store.begin_step()
-    assert [store.reserve(None, item) for item in reversed(items)] == [True, False]
-    assert [item.digest for item, _ in store.take_unencoded()] == [1]
+def test_other_streams_get_tokens_while_an_image_is_encoded(llm, prompts, expected, monkeypatch):
+    """A step runs between the layers of the tower, and changes no bit of the rows."""
+    monkeypatch.setattr(encode, "LAYER_PATCHES", {"cpu": 1})
+    llm.reset_prefix_cache()
+    llm.engine.runner.media_store.forget()
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    text = llm.add(prompts[3], params)
+    llm.engine.step()
+    image = llm.add(prompts[0], PARAMS)
+    (text_seq,), (image_seq,) = text.sequences, image.sequences
+    while not image_seq.num_output:
+        llm.engine.step()
+    assert text_seq.num_output > llm.engine.runner.media_encoder.num_layers
+    while not (text.finished and image.finished):
+        llm.engine.step()
+    assert exact_answer(image.output()) == expected[0]
+    assert list(text.output().outputs[0].token_ids)[:12] == expected[3][0]
+
+
+def test_failed_encoder_ends_only_the_requests_of_the_image(llm, prompts, expected, monkeypatch):
+    llm.reset_prefix_cache()
+    llm.engine.runner.media_store.forget()
+    texts = [llm.add(prompts[3], PARAMS) for _ in range(2)]
+    llm.engine.step()
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(encode.Encoding, "advance", fail)
+    image = llm.add(prompts[0], PARAMS)
+    while not image.finished:
+        llm.engine.step()
+    assert image.output().outputs[0].finish_reason == "error"
+    monkeypatch.undo()
+    while not all(text.finished for text in texts):
+        llm.engine.step()
+    assert [exact_answer(text.output()) for text in texts] == [expected[3]] * 2
+    assert answers(llm, prompts[:1]) == expected[:1]
 
 
 def test_clients_images_are_bounded_while_requests_hold_them(llm):

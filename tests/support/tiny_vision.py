@@ -15,8 +15,10 @@ from quire.model.families.common import Source
 from quire.model.towers import module_of
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+SPECIALS += ("[IMG_BREAK]", "[IMG_END]")
 VOCAB = 256 + len(SPECIALS)
-START, END, VISION_START, VISION_END, IMAGE = range(256, VOCAB)
+START, END, VISION_START, VISION_END, IMAGE, ROW_BREAK, IMAGE_END = range(256, VOCAB)
+OTHERS = ("model.multi_modal_projector.", "lm_head.")  # outside the text model and the tower
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -49,6 +51,17 @@ VISION = {
     "temporal_patch_size": 2,
 }
 MROPE = {"mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_type": "default"}
+HYBRID = TEXT | {
+    "head_dim": 32,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": MROPE | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 CONFIGS = {
     "qwen3_vl": {
         "text_config": TEXT
@@ -61,22 +74,46 @@ CONFIGS = {
         | {"model_type": "qwen3_vl_vision", "deepstack_visual_indexes": [0, 1]},
     },
     "qwen3_5": {
-        "text_config": TEXT
-        | {
-            "model_type": "qwen3_5_text",
-            "head_dim": 32,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "rope_parameters": MROPE | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-        },
+        "text_config": HYBRID | {"model_type": "qwen3_5_text"},
         "vision_config": VISION | {"model_type": "qwen3_5_vision"},
     },
+    "qwen3_vl_moe": {
+        "text_config": TEXT
+        | EXPERTS
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "head_dim": 16,
+            "rope_parameters": MROPE | {"rope_theta": 10000.0},
+        },
+        "vision_config": VISION
+        | {"model_type": "qwen3_vl_moe_vision", "deepstack_visual_indexes": [0, 1]},
+    },
+    "qwen3_5_moe": {
+        "text_config": {key: value for key, value in HYBRID.items() if key != "intermediate_size"}
+        | EXPERTS
+        | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 48},
+        "vision_config": VISION | {"model_type": "qwen3_5_moe_vision"},
+    },
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
+        "vision_config": {
+            "model_type": "pixtral",
+            "num_hidden_layers": 3,
+            "hidden_size": 64,
+            "head_dim": 16,
+            "intermediate_size": 80,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "image_size": 64,
+            "hidden_act": "silu",
+        },
+        "spatial_merge_size": 2,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": False,
+        "vision_feature_layer": -1,
+    },
 }
-PREPROCESSOR = {
+QWEN_PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 4,
     "temporal_patch_size": 2,
@@ -84,6 +121,14 @@ PREPROCESSOR = {
     "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
+}
+PREPROCESSORS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN_PREPROCESSOR),
+    "mistral3": {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": 4,
+        "size": {"longest_edge": 64},
+    },
 }
 
 
@@ -99,7 +144,7 @@ def write(folder: Path, kind: str, seed: int = 0) -> Path:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[kind]))
     write_tokenizer(folder)
     write_weights(folder, seed)
     return folder
@@ -117,12 +162,13 @@ def write_weights(folder: Path, seed: int) -> None:
     )
     tensors = {}
     for source in leaves:
-        for part in source.parts:
+        for part in source.whole or source.parts:
             name = part.name
-            if not name.startswith(("model.visual.", "lm_head.")):
+            if not name.startswith((*module_of(described.kind).PREFIXES, *OTHERS)):
                 name = "model.language_model." + name.removeprefix("model.")
             scale = 0.3 if len(part.shape) < 2 else 1.5 * part.shape[-1] ** -0.5
-            offset = 1 if "norm" in name and name.endswith("weight") else 0
+            is_norm = "norm" in name or "ln_" in name
+            offset = 1 if is_norm and name.endswith("weight") else 0
             values = offset + scale * rng.standard_normal(part.shape)
             tensors[name] = values.astype(np.float32)
     save_file(tensors, folder / "model.safetensors")

@@ -71,6 +71,7 @@ class Attention:
     temperature: Temperature | None = None
     out_gate: bool = False  # outputs are gated by a sigmoid of a projection
     both_ways: bool = False  # encoders: attention in both directions
+    spans: bool = False  # the tokens of an image see all of it
 
     kind = "attention"  # key of MIXERS
     state_shapes: ClassVar[dict[str, tuple[int, ...]]] = {}  # shapes of recurrent states: none

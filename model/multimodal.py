@@ -1,6 +1,6 @@
 """Models that read images: what their folders say beside the text model's part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ DEFAULT_SECTIONS = {
 TOWER_KINDS = {"mistral3": "pixtral"}  # by model_type, unless vision_config says it
 # By model_type: the tokens after each row of an image but the last, and after the last.
 ROW_TOKENS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]")}
+WHOLE_SPANS = ("gemma3",)  # model types in which an image's tokens see all of it
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class ImageLayout:
     prompt_tokens: tuple[int, ...]  # of an image in a prompt, as chat templates write it
     row_break: int | None = None  # after each row but the last
     end: int | None = None  # after the last row
+    # The first token of an image in a prompt's text, before which and after whose last token the
+    # text gets an empty line; None: the text has all tokens.
+    first: int | None = None
+    last: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Multimodal:
     rule: ImageRule
     layout: ImageLayout
     sections: tuple[int, ...]  # rotary pairs that turn by time, row and column; (): text alone
+    sees_spans: bool = False  # an image's tokens see all of it
 
     @property
     def num_axes(self) -> int:
@@ -93,15 +99,32 @@ def read(
         raise ModelError(f"{folder / 'config.json'} lacks 'image_token_id', the placeholder")
     brackets = hf.get("vision_start_token_id"), placeholder, hf.get("vision_end_token_id")
     prompt_tokens = tuple(token for token in brackets if token is not None)
-    row_tokens = special_tokens(folder, ROW_TOKENS.get(model_type, ()))
+    layout = ImageLayout(
+        placeholder, prompt_tokens, *special_tokens(folder, ROW_TOKENS.get(model_type, ()))
+    )
+    if model_type == "gemma3":
+        first = hf.get("boi_token_index", 255999)
+        layout = replace(
+            layout, prompt_tokens=(first,), first=first, last=hf.get("eoi_token_index", 256000)
+        )
     preprocessor = {**read_preprocessor(folder), **(processor_overrides or {})}
     return Multimodal(
         kind,
         tower,
         rule_from_config(model_type, preprocessor, patch=tower.patch, merge=tower.merge),
-        ImageLayout(placeholder, prompt_tokens, *row_tokens),
+        layout,
         tuple(rope.get("mrope_section") or DEFAULT_SECTIONS.get(model_type, ())),
+        model_type in WHOLE_SPANS,
     )
+
+
+def text_replacement(layout: ImageLayout, token_text: Callable[[int], str]) -> tuple[str, str]:
+    """An image's first token in a prompt's text, and the text that is tokenized in its place."""
+    if layout.first is None or layout.last is None:
+        return "", ""
+    first = token_text(layout.first)
+    image = first + token_text(layout.placeholder) + token_text(layout.last)
+    return first, f"\n\n{image}\n\n"
 
 
 def special_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
@@ -134,10 +157,16 @@ def read_preprocessor(folder: Path) -> dict[str, Any]:
     )
 
 
-def with_axes(config: ModelConfig, multimodal: Multimodal) -> ModelConfig:
-    """The text model with a rotary embedding that turns by rows and columns of images too, where
-    the model has that.
+def with_images(config: ModelConfig, multimodal: Multimodal) -> ModelConfig:
+    """The text model as it reads images: with a rotary embedding that turns by their rows and
+    columns too, and with attention in which an image sees itself whole, where the model has that.
     """
+    if multimodal.sees_spans:
+        layers = (
+            replace(layer, attention=replace(layer.attention, spans=True))
+            for layer in config.layers
+        )
+        config = replace(config, layers=tuple(layers))
     if not multimodal.sections:
         return config
 

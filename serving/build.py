@@ -25,7 +25,7 @@ from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.images.pixels import value_table
 from ..model.mixers.attention import SHIFT_POSITIONS
-from ..model.multimodal import Multimodal, is_multimodal, with_axes
+from ..model.multimodal import Multimodal, is_multimodal, text_replacement, with_images
 from ..model.multimodal import read as read_multimodal
 from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer, find_tokenizer
@@ -108,6 +108,9 @@ def make_engine(
     with joined(options, folder, progress) as hosts:
         built = make_runner(options, folder, config, hosts, progress, read_tokenizer, multimodal)
     runner = built.runner
+    tokenizer = read_tokenizer()
+    if multimodal is not None and tokenizer is not None:
+        tokenizer.replacement = text_replacement(multimodal.layout, tokenizer.token_text)
     if isinstance(hosts, Leader):
         runner.leader = hosts
         atexit.register(hosts.close)
@@ -134,7 +137,7 @@ def make_engine(
     vectors = embedder_of(options, folder, built.max_len - (not config.encodes))
     engine = Engine(
         runner,
-        read_tokenizer(),
+        tokenizer,
         tables,
         built.max_len,
         seed,
@@ -214,7 +217,7 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
         )
     config = replace(config, activation_dtype=options.activation_dtype)
     if (multimodal := multimodal_of(folder, options)) is not None:
-        config = with_axes(config, multimodal)
+        config = with_images(config, multimodal)
     if options.load_format != "dummy":
         config = skip_biased_layers(folder, config)
     if config.encodes and config.classes is None and options.pooling is not None:
@@ -269,7 +272,12 @@ def make_runner(
     )
     shape = step_shape(sized, config)
     if multimodal is not None:
-        shape = replace(shape, reads_media=True, media_axes=multimodal.num_axes)
+        shape = replace(
+            shape,
+            reads_media=True,
+            media_axes=multimodal.num_axes,
+            sees_spans=multimodal.sees_spans,
+        )
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     source = load_drafter(
@@ -313,7 +321,7 @@ def make_runner(
     media_encoder = media_reader = None
     if multimodal is not None:
         progress("loading the vision tower")
-        media_encoder, media_reader = media_of(folder, config, multimodal, max_len, options)
+        media_encoder, media_reader = media_of(folder, config, multimodal, max_len, sized)
     runner = Runner(
         config,
         weights,
@@ -391,19 +399,34 @@ def media_of(
     config: ModelConfig,
     multimodal: Multimodal,
     max_len: int,
-    options: EngineOptions,
+    options: SizedOptions,
 ) -> tuple[MediaEncoder, MediaReader]:
     """The encoder of a model's images, and what reads them from requests."""
     tower = multimodal.tower
     tower = replace(tower, model=replace(tower.model, dtype=config.dtype))
+    step_rows = options.max_num_batched_tokens
+    step_seqs = options.max_num_seqs
     native.prepare(kernels_of(tower.model)).result()
     max_rows = MEDIA_ROWS["cpu" if on_host() else "gpu"]
     if options.mm_processor_kwargs:
         max_rows = multimodal.rule.max_tokens or max_rows
-    max_rows = min(max_rows, max_len, STORE_ROWS)
+    max_rows = min(multimodal.rule.fixed_tokens or max_rows, max_len, STORE_ROWS)
+    if multimodal.sees_spans and step_rows < step_seqs + max_rows:
+        raise ModelError(
+            f"max_num_batched_tokens is {step_rows}; a step must hold an image, {max_rows} tokens, "
+            f"beside max_num_seqs ({step_seqs}): at least {step_seqs + max_rows}, or set "
+            "language_model_only"
+        )
     load_tower = partial(tower_checkpoint.load, folder, tower, multimodal.kind)
     log.info("reads images, of up to %d tokens each", max_rows)
-    encoder = MediaEncoder(tower, value_table(multimodal.rule), load_tower, STORE_ROWS, max_rows)
+    encoder = MediaEncoder(
+        tower,
+        value_table(multimodal.rule),
+        load_tower,
+        STORE_ROWS,
+        max_rows,
+        has_one_size=multimodal.rule.fixed_tokens is not None,
+    )
     reader = MediaReader(
         multimodal, max_rows * tower.group, max_images(options), options.max_image_pixels
     )

@@ -153,6 +153,13 @@ class ImageRule:
             return max(1, sizing.max_pixels // side**2)
         return (-(-sizing.longest // side)) ** 2 if isinstance(sizing, LongestSide) else None
 
+    @property
+    def fixed_tokens(self) -> int | None:
+        """The tokens of every image, where all have the same size."""
+        if not isinstance(self.sizing, FixedSize):
+            return None
+        return (self.sizing.side // (self.patch * self.merge)) ** 2
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; the class of `sizing` is in its key `class`."""
         sizing = {"class": type(self.sizing).__name__, **asdict(self.sizing)}

@@ -157,7 +157,12 @@ def mix(
         else hooks.prepare(qkv_TGH, heads, cache)
     )
     params = AttentionParams(
-        a.scale, window=a.window, chunked=a.chunked, lookahead=a.ahead, soft_cap=a.soft_cap
+        a.scale,
+        window=a.window,
+        chunked=a.chunked,
+        lookahead=a.ahead,
+        spans=a.spans,
+        soft_cap=a.soft_cap,
     )
     out_TNH, cache = hooks.attend(*qkv, cache, params, w.sinks_N)
     if gate_TNH is not None:

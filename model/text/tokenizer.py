@@ -78,6 +78,7 @@ class Tokenizer:
             for name, source in _read_templates(folder, config).items()
         }
         self._token_texts: dict[int, str] = {}
+        self.replacement = "", ""  # a text in prompts, and what is tokenized in its place
         self._request_worker = WorkerProcess(SCRIPT)  # renders templates from requests
 
     def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
@@ -100,9 +101,10 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         # Only the library's batch methods release the GIL; "fast" omits offsets.
-        [encoding] = self._core.encode_batch_fast(
-            [check_unicode(text)], add_special_tokens=add_special_tokens
-        )
+        text = check_unicode(text)
+        if self.replacement[0]:
+            text = text.replace(*self.replacement)
+        [encoding] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
     def encode_truncated(

@@ -14,6 +14,7 @@ from ..config import ModelError
 
 TOWERS = {
     "pixtral": ".pixtral",
+    "siglip_vision_model": ".siglip",
     "qwen3_5": ".qwen3",
     "qwen3_5_moe": ".qwen3",
     "qwen3_5_moe_vision": ".qwen3",

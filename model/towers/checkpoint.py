@@ -35,7 +35,11 @@ def load(
     """
     tensors = find_tensors(folder)
     prefixes = module_of(kind).PREFIXES
-    prefix = next((p for p in prefixes if any(name.startswith(p) for name in tensors)), prefixes[0])
+    prefix = max(  # the longest that some tensor has
+        (p for p in prefixes if any(name.startswith(p) for name in tensors)),
+        key=len,
+        default=prefixes[0],
+    )
     specs = abstract(tower)
     tensor_sources = jax.tree.map(
         lambda spec, source: source.found_in(tensors),

@@ -9,11 +9,13 @@ from ..config import ModelConfig
 class Merger:
     """Joins each square group of patches to one row of the decoder's width: a norm and an MLP."""
 
-    dim: int  # of the MLP's hidden layer
+    dim: int | None  # of the MLP's hidden layer; None: a matrix instead of an MLP
     out: int  # the decoder's width
     activation: str = "gelu"
     joins_first: bool = False  # the norm is over the joined patches, not over each
     norm_eps: float | None = 1e-6  # None: no norm
+    rms_norm: bool = False  # else the norm of the tower's layers
+    pools: bool = False  # a group's patches are averaged, not joined
     joined_dim: int | None = None  # of joined patches after a matrix; None: there is no matrix
     bias: bool = True  # of the MLP
 
@@ -31,6 +33,7 @@ class Tower:
     positions_side: int = 0  # side of the square of learned positions; 0: there are none
     patch_bias: bool = True
     entry_norm: bool = False  # a norm before the first layer
+    exit_norm: bool = False  # a norm after the last layer
     deepstack: tuple[int, ...] = ()  # layers whose output makes further rows
     deepstack_merger: Merger | None = None
 

@@ -131,20 +131,39 @@ def run_layer(
     return x_TD
 
 
+def leave(tower: Tower, weights: TowerWeights, x_TD):
+    """The output of the last layer as the merger reads it."""
+    return norm_alone(x_TD, weights.exit_norm, tower.model.norm_eps) if tower.exit_norm else x_TD
+
+
 def merge(tower: Tower, merger: Merger, w: MergerWeights, x_TD):
     """Join the patches of each group: [T, D] to [T / group, out]."""
     eps = merger.norm_eps
     with jax.named_scope("merger"):
         if eps is not None and not merger.joins_first:
             x_TD = norm_alone(x_TD, w.norm, eps)
-        joined_RE = x_TD.reshape(-1, tower.group * x_TD.shape[1])
+        joined_RE = join_patches(x_TD, tower.group, merger.pools)
         if eps is not None and merger.joins_first:
             joined_RE = norm_alone(joined_RE, w.norm, eps)
         if merger.joined_dim:
             joined_RE = project("RJ,JE->RE", joined_RE, w.join_JE)
-        hidden_RF = project("RE,EF->RF", joined_RE, w.up_EF, w.up_bias_F)
-        hidden_RF = ACTIVATIONS[merger.activation](hidden_RF)
+        hidden_RF = joined_RE
+        if merger.dim:
+            hidden_RF = project("RE,EF->RF", joined_RE, w.up_EF, w.up_bias_F)
+            hidden_RF = ACTIVATIONS[merger.activation](hidden_RF)
         return project("RF,FD->RD", hidden_RF, w.down_FD, w.down_bias_D)
+
+
+def join_patches(x_TD, group: int, pools: bool):
+    """The patches of each group in one row, or their mean."""
+    if not pools:
+        return x_TD.reshape(-1, group * x_TD.shape[1])
+    # added one after the other, so that the order does not depend on the number of rows
+    x_RGD = x_TD.reshape(-1, group, x_TD.shape[1]).astype(jnp.float32)
+    sum_RD = x_RGD[:, 0]
+    for index in range(1, group):
+        sum_RD = sum_RD + x_RGD[:, index]
+    return (sum_RD / group).astype(x_TD.dtype)
 
 
 def encode(tower: Tower, weights: TowerWeights, values_IC, patches: Patches, hooks: LayerHooks):
@@ -159,4 +178,5 @@ def encode(tower: Tower, weights: TowerWeights, values_IC, patches: Patches, hoo
             merger_weights = weights.deepstack[tower.deepstack.index(index)]
             assert tower.deepstack_merger is not None
             features.append(merge(tower, tower.deepstack_merger, merger_weights, x_TD))
+    x_TD = leave(tower, weights, x_TD)
     return jnp.stack([merge(tower, tower.merger, weights.merger, x_TD), *features], axis=1)

@@ -8,15 +8,16 @@ from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..matrix import matrix
 from ..weights import Array, LayerWeights, layer_spec, norm_of, vector
+from ..weights import norm as rms_norm
 from .config import Merger, Tower
 
 
 class MergerWeights(struct.PyTreeNode):
     norm: Any
-    up_EF: Array
-    up_bias_F: Any
     down_FD: Array
-    down_bias_D: Any
+    up_EF: Any = None
+    up_bias_F: Any = None
+    down_bias_D: Any = None
     join_JE: Any = None  # J: the values of a group's patches
 
 
@@ -27,6 +28,7 @@ class TowerWeights(struct.PyTreeNode):
     merger: Any  # MergerWeights
     position_embed_PD: Any = None
     entry_norm: Any = None
+    exit_norm: Any = None
     deepstack: tuple[MergerWeights, ...] = ()
 
 
@@ -44,6 +46,7 @@ def abstract(tower: Tower) -> TowerWeights:
         if table_size
         else None,
         entry_norm=norm_of(config, D) if tower.entry_norm else None,
+        exit_norm=norm_of(config, D) if tower.exit_norm else None,
         layers=tuple(layer_spec(config, layer) for layer in config.layers),
         merger=merger_spec(tower, tower.merger),
         deepstack=tuple(
@@ -56,14 +59,19 @@ def abstract(tower: Tower) -> TowerWeights:
 
 def merger_spec(tower: Tower, merger: Merger) -> MergerWeights:
     config = tower.model
-    J = tower.group * config.dim
+    D = config.dim
+    J = D if merger.pools else tower.group * D
     E = merger.joined_dim or J
-    has_norm = merger.norm_eps is not None
+    F = merger.dim or E
+    norm = None
+    if merger.norm_eps is not None:
+        size = J if merger.joins_first else D
+        norm = rms_norm(size) if merger.rms_norm else norm_of(config, size)
     return MergerWeights(
-        norm=norm_of(config, J if merger.joins_first else config.dim) if has_norm else None,
-        up_EF=matrix(config, (E,), (merger.dim,), ("embed", None)),
-        up_bias_F=vector(merger.dim) if merger.bias else None,
-        down_FD=matrix(config, (merger.dim,), (merger.out,), (None, "embed")),
+        norm=norm,
+        up_EF=matrix(config, (E,), (F,), ("embed", None)) if merger.dim else None,
+        up_bias_F=vector(F) if merger.dim and merger.bias else None,
+        down_FD=matrix(config, (F,), (merger.out,), (None, "embed")),
         down_bias_D=vector(merger.out) if merger.bias else None,
         join_JE=matrix(config, (J,), (E,), ("embed", None)) if merger.joined_dim else None,
     )

@@ -45,6 +45,8 @@ class QueryRows(struct.PyTreeNode):
     slots_T: Any
     # a reference to counters of the GPU kernel; they are zero before and after each call
     arrivals: Any = None
+    # the last position that each row attends to, for `AttentionParams.spans`; None: its own
+    sees_T: Any = None
 
 
 def new_arrivals():

@@ -13,7 +13,8 @@ class AttentionParams:
 
     A token attends to the last `window` positions up to its own; with `chunked`, only to those
     since the last multiple of `window`. It also attends to the `lookahead` positions after its own
-    for which its sequence has tokens in the step.
+    for which its sequence has tokens in the step, and with `spans` to those up to
+    `QueryRows.sees_T`, which rises with the rows of a sequence.
     """
 
     scale: float
@@ -26,6 +27,7 @@ class AttentionParams:
     )
     context: Axis = UNSPLIT  # devices that each hold some of the positions of every page
     split_rows: bool = False  # each device of `context` gets the results of its part of the tokens
+    spans: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class AttentionShape:
     layout: str
     has_scales: bool  # pages hold quantised values
     has_sinks: bool
+    sees_spans: bool = False  # rows see up to `QueryRows.sees_T`
 
     @classmethod
     def of(cls, q_TNH, pages, rows, params: AttentionParams, sinks_N=None) -> "AttentionShape":
@@ -70,6 +73,7 @@ class AttentionShape:
             layout="paired" if paired else "latent" if latent else "separate",
             has_scales=pages.k_scale_PKS is not None,
             has_sinks=sinks_N is not None,
+            sees_spans=params.spans and rows.sees_T is not None,
         )
 
 
@@ -83,6 +87,7 @@ class AttentionBackend:
             they are.
         chunked: Supports `AttentionParams.chunked`.
         lookahead: Supports `AttentionParams.lookahead`.
+        spans: Supports `AttentionParams.spans`.
         context_parallel: Supports `AttentionParams.context` with several devices.
     """
 
@@ -90,6 +95,7 @@ class AttentionBackend:
     limits: Callable[[AttentionParams, AttentionShape], str | None]
     chunked: bool = False
     lookahead: bool = False
+    spans: bool = False
     context_parallel: bool = False
 
     def unsupported(self, params: AttentionParams, shape: AttentionShape) -> str | None:
@@ -100,6 +106,8 @@ class AttentionBackend:
             return "rows see a chunk of the context each"
         if params.lookahead and not self.lookahead:
             return "rows see positions after their own"
+        if shape.sees_spans and not self.spans:
+            return "rows see spans of their sequence whole"
         return self.limits(params, shape)
 
     def __call__(self, q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):

@@ -42,6 +42,7 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
         *(or_empty(x, page_dtype if i < 2 else jnp.float32) for i, x in enumerate(arrays)),
         rows.positions_T, rows.starts_B1, rows.tables_BM, rows.slots_T,
         or_empty(None if sinks_N is None else sinks_N.astype(jnp.float32), jnp.float32),
+        or_empty(rows.sees_T if params.spans else None, jnp.int32),
     ]  # fmt: skip
     width = params.value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * (1 + is_int4)
     written_arrays = [] if k_TKH is None else [i for i, x in enumerate(arrays) if x is not None]
@@ -80,7 +81,7 @@ def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
     return None
 
 
-BACKEND = AttentionBackend(attend, limits, chunked=True, lookahead=True)
+BACKEND = AttentionBackend(attend, limits, chunked=True, lookahead=True, spans=True)
 
 
 def varies() -> None:
@@ -106,6 +107,7 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
         "positions_T": (rows.positions_T, (T,)),
         "starts_B1": (rows.starts_B1, (B + 1,)),
         "slots_T": (rows.slots_T, (T,)),
+        "sees_T": (rows.sees_T, (T,)),
         "sinks_N": (sinks_N, (N,)),
     }
     for name, (x, shape) in expected.items():

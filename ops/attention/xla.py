@@ -57,6 +57,9 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
         last_visible_CR = jnp.where(
             position_CR < 0, -1, jnp.minimum(position_CR + params.lookahead, last_C[:, None])
         )
+    if params.spans and rows.sees_T is not None:
+        sees_CQ = jnp.where(valid_CQ, rows.sees_T[row_CQ], -1)
+        last_visible_CR = jnp.repeat(sees_CQ, G, axis=1)
     C, Q = row_CQ.shape
     rotated_TNH = four_bits.rotate(q_TNH) if is_int4 else q_TNH
     q_CQKGH = rotated_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * params.scale
@@ -172,7 +175,9 @@ def latent_int4(shape: AttentionShape) -> str | None:
     return None
 
 
-BACKEND = AttentionBackend(attend, limits, chunked=True, lookahead=True, context_parallel=True)
+BACKEND = AttentionBackend(
+    attend, limits, chunked=True, lookahead=True, spans=True, context_parallel=True
+)
 
 
 def merge(partial_nTNX):

@@ -18,7 +18,7 @@ bool is_query_array(Buffer x) {
 }
 
 // Empty arrays stand for absent ones: new keys and values that another layer has appended, values that are a part of
-// the keys, scales of float pages, sinks.
+// the keys, scales of float pages, sinks, what rows see.
 const char* paged_attention(const Call& call) {
   Buffer q = call.array(0), k_pages = call.array(3), starts = call.array(8), out = call.result();
   if (!is_query_array(q) || !is_page_array(k_pages) || !is_page_array(call.array(4)))
@@ -40,6 +40,7 @@ const char* paged_attention(const Call& call) {
   a.tables = call.array(9).data<int32_t>();
   a.slots = call.array(10).data<int32_t>();
   a.sinks = call.array(11).data_or_null<float>();
+  a.sees = call.array(12).data_or_null<int32_t>();
   int32_t window = call.attribute<int32_t>("window");
   a.scoring = {call.attribute<float>("scale"), call.attribute<float>("soft_cap"), int64_t{1} << 40};
   if (window > 0) a.scoring.window = window, a.scoring.chunked = call.attribute<int32_t>("chunked");
@@ -68,7 +69,7 @@ constexpr auto S32 = dtype::S32, F32 = dtype::F32;
 
 }  // namespace
 
-QUIRE_KERNEL(paged_attention, {{FLOATS, FLOATS, FLOATS, ANY, ANY, F32, F32, S32, S32, S32, S32, F32},
+QUIRE_KERNEL(paged_attention, {{FLOATS, FLOATS, FLOATS, ANY, ANY, F32, F32, S32, S32, S32, S32, F32, S32},
                                {"ahead", "chunked", "scale", "soft_cap", "window"}})
 
 }  // namespace quire

@@ -38,15 +38,17 @@ struct AttentionCall {
   void *k_pages, *v_pages;  // without v_pages the values are the first V dimensions of the keys
   float *k_scale, *v_scale;
   const int32_t *positions, *starts, *tables, *slots;
+  const int32_t* sees;  // the last position that each row sees, rising within a sequence; null: its own
   const float* sinks;
   Scoring scoring;
   void* out;
 
   int64_t G() const { return N / K; }
   // The last position that a row sees.
-  int64_t last_visible(int64_t sequence, int64_t position) const {
-    if (!scoring.lookahead) return position;
-    return std::min<int64_t>(position + scoring.lookahead, positions[starts[sequence + 1] - 1]);
+  int64_t last_visible(int64_t sequence, int64_t row) const {
+    if (sees) return sees[row];
+    if (!scoring.lookahead) return positions[row];
+    return std::min<int64_t>(positions[row] + scoring.lookahead, positions[starts[sequence + 1] - 1]);
   }
   // The index of a slot's scale: scales of a page are [head][slot].
   int64_t scale_index(int64_t slot, int64_t head) const { return (slot / S * K + head) * S + slot % S; }
@@ -135,7 +137,7 @@ void append(const AttentionCall& a, const RunParallel& run_parallel) {
 struct Tile {
   int64_t sequence, first_row, num_rows;
   int64_t oldest, newest;       // smallest and largest position of the rows
-  int64_t oldest_sees;          // last key that the oldest row sees
+  int64_t first_sees;           // the first of the last keys that rows see
   int64_t first_key, last_key;  // of all rows; last_key < first_key if there are none
   float* partial;               // softmax states [head][split], if the tile is split
 
@@ -217,8 +219,9 @@ class Worker {
     const Tile& t = tiles[item.tile];
     R = t.num_rows * a.G();
     for (int64_t r = 0; r < R; ++r) {
-      position[r] = a.positions[t.first_row + r / a.G()];
-      last_visible[r] = static_cast<int32_t>(a.last_visible(t.sequence, position[r]));
+      int64_t row = t.first_row + r / a.G();
+      position[r] = a.positions[row];
+      last_visible[r] = static_cast<int32_t>(a.last_visible(t.sequence, row));
     }
     auto total_state = [&](int64_t h) { return SoftmaxState(total_states + h * SoftmaxState::size(R, V), R, V); };
     auto split_state = [&](int64_t h) {
@@ -379,7 +382,7 @@ class Worker {
     } else {
       compute_scores<X>(b, first_row, end_row, head_q, keys, prefetcher);
     }
-    bool is_masked = b.base + BLOCK - 1 > t.oldest_sees || b.base <= a.scoring.last_hidden(t.newest);
+    bool is_masked = b.base + BLOCK - 1 > t.first_sees || b.base <= a.scoring.last_hidden(t.newest);
     if (is_masked || a.k_scale || a.scoring.soft_cap)
       finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, is_masked, position, last_visible, first_row, end_row,
                     scores);
@@ -511,9 +514,14 @@ void attend(const AttentionCall& a, int64_t num_threads, const RunParallel& run_
     for (int64_t row = a.starts[b]; row < a.starts[b + 1]; row += tile_rows) {
       Tile t{b, row, std::min(tile_rows, a.starts[b + 1] - row), 0, 0, 0, 0, 0, nullptr};
       auto range = std::minmax_element(a.positions + row, a.positions + row + t.num_rows);
-      t.oldest = *range.first, t.newest = *range.second, t.oldest_sees = a.last_visible(b, t.oldest);
+      t.oldest = *range.first, t.newest = *range.second;
+      int64_t last_seen = t.first_sees = a.last_visible(b, row);
+      for (int64_t r = row + 1; r < row + t.num_rows; ++r) {
+        t.first_sees = std::min(t.first_sees, a.last_visible(b, r));
+        last_seen = std::max(last_seen, a.last_visible(b, r));
+      }
       t.first_key = std::max<int64_t>(0, a.scoring.last_hidden(t.oldest) + 1);
-      t.last_key = std::min(a.last_visible(b, t.newest), a.M * a.S - 1);
+      t.last_key = std::min(last_seen, a.M * a.S - 1);
       total_cost += cost(t, t.last_key - t.first_key + 1) * a.K;
       tiles.push_back(t);
     }

@@ -46,6 +46,8 @@ class Batch(struct.PyTreeNode):
     adapters_R: Leaf = None  # and of those that draw, if it adapts the head
     # Of models that read media. The row of the media store that is a token's embedding, or -1.
     media_T: Leaf = None
+    # how many later positions a token attends to: the rest of its image
+    span_ahead_T: Leaf = None
     # A token's position on each axis of the rotary embedding, minus its position in the sequence.
     shifts_AT: Leaf = None
 
@@ -162,6 +164,8 @@ def empty(shape: StepShape) -> Batch:
     )
     if shape.reads_media:
         batch = batch.replace(media_T=np.full(T, -1, i32))
+    if shape.sees_spans and shape.size.rows > shape.size.seqs:  # else each has one row
+        batch = batch.replace(span_ahead_T=np.zeros(T, i32))
     if shape.media_axes:
         batch = batch.replace(shifts_AT=np.zeros((shape.media_axes, T), i32))
     if shape.num_adapters:

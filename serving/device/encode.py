@@ -10,7 +10,7 @@ import numpy as np
 
 from ...model.mixers import LayerHooks
 from ...model.towers.config import Merger, Tower
-from ...model.towers.tower import Patches, enter, merge, patches_of, run_layer
+from ...model.towers.tower import Patches, enter, leave, merge, patches_of, run_layer
 from ...model.towers.weights import MergerWeights, TowerWeights
 from ...ops.attention import page_dtype
 from ...sharding.struct import Leaf
@@ -30,6 +30,11 @@ LAYER_PATCHES = {"cpu": 2048, "gpu": 65536}
 def enter_tower(weights: TowerWeights, values_IC, patches: Patches, tower: Tower):
     """The first layer's input, of weights without layers and mergers."""
     return enter(tower, weights, values_IC, patches)
+
+
+@partial(jax.jit, static_argnames="tower", donate_argnames="x_TD")
+def leave_tower(weights: TowerWeights, x_TD, tower: Tower):
+    return leave(tower, weights, x_TD)
 
 
 @partial(jax.jit, static_argnames="tower", donate_argnames="x_TD")
@@ -59,6 +64,7 @@ class EncoderPrograms(NamedTuple):
     layer: Any
     merge: Any
     merge_deepstack: Any  # None without a deepstack
+    leave: Any  # None without a norm after the last layer
 
 
 class MediaEncoder:
@@ -73,6 +79,7 @@ class MediaEncoder:
         load_weights: Reads the weights.
         num_rows: Rows of the device's media store.
         max_rows: Rows of an image at most.
+        has_one_size: All images have that many.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class MediaEncoder:
         load_weights: Callable[[], TowerWeights],
         num_rows: int,
         max_rows: int,
+        has_one_size: bool = False,
     ):
         self.tower = tower
         self.values_IC = values_IC
@@ -90,7 +98,8 @@ class MediaEncoder:
         self.num_rows = num_rows
         self.max_rows = max_rows
         max_patches = max_rows * tower.group
-        self.sizes = (*(size for size in SIZES[backend()] if size < max_patches), max_patches)
+        smaller = () if has_one_size else SIZES[backend()]
+        self.sizes = (*(size for size in smaller if size < max_patches), max_patches)
         self.programs: dict[int, EncoderPrograms] = {}
         self.shardings: Any = None  # of the weights, while the engine sleeps
 
@@ -131,6 +140,9 @@ class MediaEncoder:
             merge_call(self.weights.merger, tower.merger),
             merge_call(self.weights.deepstack[0], tower.deepstack_merger)
             if tower.deepstack_merger is not None
+            else None,
+            Call(leave_tower, (self.entry_weights(), x_TD), tower=tower)
+            if tower.exit_norm
             else None,
         )
 
@@ -192,6 +204,8 @@ class Encoding:
                 weights = encoder.weights.deepstack[number]
                 media_RED = self.write(programs.merge_deepstack, weights, media_RED, 1 + number)
             if self.is_done:
+                if programs.leave is not None:
+                    self.x_TD = programs.leave(encoder.entry_weights(), self.x_TD)
                 return self.write(programs.merge, encoder.weights.merger, media_RED, 0)
         return media_RED
 

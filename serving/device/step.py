@@ -568,8 +568,13 @@ def rows_in(batch: Batch, shape: StepShape, axes: DeviceAxes) -> list[QueryRows]
     positions_T = positions_in(batch, shape, axes)
     arrivals = new_arrivals()
     spare = positions_T.shape[0] - shape.size.rows
+    sees_T = None
+    if batch.span_ahead_T is not None:
+        sees_T = positions_T + jnp.pad(batch.span_ahead_T, (0, spare))
     return [
-        QueryRows(positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)), arrivals)
+        QueryRows(
+            positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)), arrivals, sees_T
+        )
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
     ]
 

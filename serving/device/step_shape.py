@@ -38,6 +38,7 @@ class StepShape:
     num_adapters: int = 0
     reads_media: bool = False
     media_axes: int = 0  # axes of the rotary embedding; 0: a position is a token's index
+    sees_spans: bool = False  # an image's tokens see all of it
     num_groups: int = 1  # of layers that share a page table
     page_size: int = 16
     table_width: int = 1  # pages of a sequence

@@ -431,7 +431,10 @@ def fill_media(
                 span.first_row + first - span.start,
                 span.first_row + last - span.start,
             )
-            b.media_T[row + first - item.start : row + last - item.start] = store_rows
+            rows = slice(row + first - item.start, row + last - item.start)
+            b.media_T[rows] = store_rows
+            if b.span_ahead_T is not None:
+                b.span_ahead_T[rows] = span.stop - 1 - np.arange(first, last)
 
 
 def needs_of(items: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, bool]:

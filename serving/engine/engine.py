@@ -118,6 +118,14 @@ class Engine:
                 "request_id", f"{client_id!r} is being served already; ids must differ"
             )
         self.admission.check(tokens, params, pooling is not None)
+        if (
+            media is not None
+            and params.prompt_logprobs is not None
+            and self.runner.shape.sees_spans
+        ):
+            raise RequestError(
+                "prompt_logprobs", "cannot be computed with images, which see themselves whole here"
+            )
         if media is None and self.media_reader is not None:
             self.media_reader.check_text(tokens)
         if request_options.adapter is not None and self.adapters is None:

@@ -440,6 +440,8 @@ class ReplicaScheduler:
         count = self.table.tokens_to_snapshot(seq, start, min(missing, self.rows))
         if seq.media is not None and self.media_store is not None:
             count = tokens_before_missing_media(self.media_store, seq, seq.media, start, count)
+            if self.shape.sees_spans:
+                count = whole_spans(seq.media, start, count)
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
             positions = [
@@ -538,3 +540,11 @@ def tokens_before_missing_media(
         if not store.request(seq.cache.salt, span.item)
     ]
     return max(starts[0] - start, 0) if starts else count
+
+
+def whole_spans(media: PromptMedia, start: int, count: int) -> int:
+    """How many of `count` tokens to compute so that no span of an image is cut."""
+    cut = next(
+        (span for span in media.between(start, start + count) if span.stop > start + count), None
+    )
+    return count if cut is None else max(cut.start - start, 0)

@@ -30,11 +30,12 @@ SMALLER = {  # sizes of images
     "qwen3_vl": {"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
     "qwen3_5": {"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
     "mistral3": {"longest_edge": 32},
+    "gemma3": {"height": 64, "width": 64},
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "mistral3"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "mistral3", "gemma3"])
 def folder(request, tmp_path_factory):
     if not native.serves():
         pytest.skip("XLA sums products in an order that depends on the number of tokens")
@@ -272,7 +273,7 @@ def test_chat_reads_pictures_files_and_data_urls(llm):
         )[0]
         for part in parts
     ]
-    text = tiny_vision.PLACEHOLDER + "What is it?"
+    text = llm.image_placeholder() + "What is it?"
     prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     (generated,) = llm.generate(
         [{"prompt": prompt, "multi_modal_data": {"image": file}}], PARAMS, use_tqdm=False
@@ -287,15 +288,15 @@ def test_chat_reads_pictures_files_and_data_urls(llm):
     [
         ({"prompt": "no placeholder", "multi_modal_data": {"image": [np.zeros((8, 8, 3))]}},
          "comes with 1 images, and the prompt has 0 placeholders"),
-        ({"prompt": tiny_vision.PLACEHOLDER}, "comes with 0 images, and the prompt has 1"),
-        ({"prompt": tiny_vision.PLACEHOLDER, "multi_modal_data": {"image": np.zeros((8, 8, 3))}},
+        ({"prompt": "<|image_pad|>"}, "comes with 0 images, and the prompt has 1"),
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": np.zeros((8, 8, 3))}},
          r"multi_modal_data: is an array of float64 \[8, 8, 3\]; it must be uint8"),
-        ({"prompt": tiny_vision.PLACEHOLDER, "multi_modal_data": {"image": "file.png"}},
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": "file.png"}},
          "multi_modal_data: is 'file.png'; it must be a PIL image"),
-        ({"prompt": tiny_vision.PLACEHOLDER, "multi_modal_data": {"image": b"<svg>"}},
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": b"<svg>"}},
          "multi_modal_data"),
         ({"prompt": "x", "multi_modal_data": {"video": []}}, "must be {'image': an image"),
-        ({"prompt": tiny_vision.PLACEHOLDER * 17,
+        ({"prompt": "<|image_pad|>" * 17,
           "multi_modal_data": {"image": [np.zeros((8, 8, 3), np.uint8)] * 17}},
          "is image 17 of the prompt; at most 16"),
     ],

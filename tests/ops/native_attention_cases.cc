@@ -128,6 +128,15 @@ double step_error(int seed) {
         }
   };
   fill(k_pages, k_scale, a.H), fill(v_pages, v_scale, a.V);
+  // Runs of rows that see up to the end of their run.
+  std::vector<int32_t> sees(positions);
+  for (int64_t b = 0; b < a.B; ++b)
+    for (int32_t row = starts[b]; row < starts[b + 1];) {
+      int32_t stop = std::min<int32_t>(starts[b + 1], row + 1 + static_cast<int32_t>(random.one_of({0, 0, 3, 40})));
+      for (int32_t r = row; r < stop; ++r) sees[r] = positions[stop - 1];
+      row = stop;
+    }
+  if (random.below(3) == 0) a.sees = sees.data();
   std::vector<New> out(a.T * a.N * a.V);
   std::vector<float> sinks(a.N, 0.5f);
   a.q = q.data(), a.out = out.data(), a.k_pages = k_pages.data(), a.v_pages = latent ? nullptr : v_pages.data();
@@ -144,6 +153,7 @@ double step_error(int seed) {
         int64_t head = n / group, first = std::max<int64_t>(0, positions[row] - a.scoring.window + 1);
         if (a.scoring.chunked) first = positions[row] / a.scoring.window * a.scoring.window;
         int64_t last = std::min<int64_t>(positions[row] + a.scoring.lookahead, positions[starts[b + 1] - 1]);
+        if (a.sees) last = a.sees[row];
         std::vector<double> sums(a.V), rounding(a.V), scores;
         double best = a.sinks ? 0.5 : -1e30, total = 0;
         for (int64_t p = first; p <= last; ++p) {

@@ -53,6 +53,7 @@ class Shape:
     window: int | None = None
     chunked: bool = False
     lookahead: int = 0
+    span: int = 0  # rows see up to the end of their run of this many positions
     soft_cap: float | None = None
     sinks: bool = False
     value_dim: int | None = None  # values are the first `value_dim` elements of the keys
@@ -72,8 +73,19 @@ class Shape:
         if self.sinks:
             sinks = np.linspace(-2, 3, self.K * self.G).astype(np.float32)
         return AttentionParams(
-            self.H**-0.5, self.window, self.chunked, self.lookahead, cap, self.value_dim
+            self.H**-0.5,
+            self.window,
+            self.chunked,
+            self.lookahead,
+            cap,
+            self.value_dim,
+            spans=self.span > 0,
         ), sinks
+
+    def sees(self, sequence: "Sequence"):
+        """The last position that each row sees, with spans."""
+        positions = np.arange(sequence.start, sequence.end)
+        return np.minimum((positions // self.span + 1) * self.span, sequence.end) - 1
 
     @property
     def page_dtype(self):
@@ -160,6 +172,9 @@ def reference_attention(shape: Shape, s: Sequence):
         score = shape.soft_cap * np.tanh(score / shape.soft_cap)
     distance = np.arange(s.start, s.end)[:, None] - np.arange(s.end)
     hidden = (distance < -shape.lookahead) | (distance >= (shape.window or LONGEST))
+    if shape.span:
+        hidden = np.arange(s.end) > shape.sees(s)[:, None]
+        hidden |= distance >= (shape.window or LONGEST)
     if shape.chunked and shape.window is not None:
         hidden |= (
             np.arange(s.start, s.end)[:, None] // shape.window > np.arange(s.end) // shape.window
@@ -225,6 +240,11 @@ def build_case(shape: Shape, sequences, rng, num_padding: int = 0):
         starts[b + 1 :] = place.stop
         places.append(place)
     rows = QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, slots)))
+    if shape.span:
+        sees = positions.copy()
+        for s, place in zip(sequences, places, strict=True):
+            sees[place] = shape.sees(s)
+        rows = rows.replace(sees_T=jnp.asarray(sees, jnp.int32))
     return new, page_arrays, scales if shape.scaled else [None, None], rows, places
 
 
@@ -358,6 +378,14 @@ CASES = {
         Shape(dtype="float32", pages="float32", lookahead=1 << 29),
         [Sequence(0, 0, 70), Sequence(1, 0, 1)],
     ),
+    "spans that see themselves": (
+        Shape(span=50, K=1, G=4),
+        [Sequence(0, 100, 130), Sequence(1, 0, 30), Sequence(2, 510, 1)],
+    ),
+    "spans in a window": (
+        Shape(span=40, window=64, dtype="float32", pages="float32"),
+        [Sequence(0, 480, 120), Sequence(1, 30, 9)],
+    ),
     "both ways in a window": (
         Shape(window=65, lookahead=64, S=1),
         [Sequence(0, 0, 300), Sequence(1, 0, 64)],
@@ -369,6 +397,16 @@ CASES = {
 @pytest.mark.slow
 def test_special_cases_match_float64(isa, name):
     check(*CASES[name], np.random.default_rng(4))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][0].span])
+def test_spans_see_themselves_in_xla_too(isa, name):
+    shape, sequences = CASES[name]
+    case = build_case(shape, sequences, np.random.default_rng(4))
+    (native_out, _), (xla_out, _) = (run(shape, case, f) for f in (attention.attend, xla.attend))
+    np.testing.assert_allclose(
+        native_out.astype(np.float32), xla_out.astype(np.float32), rtol=8e-3, atol=2e-3
+    )
 
 
 @pytest.mark.parametrize("pages", ["int8", "int4"])

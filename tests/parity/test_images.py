@@ -10,6 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.gemma3.image_processing_pil_gemma3 import (  # noqa: E402
+    Gemma3ImageProcessorPil,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import (  # noqa: E402
     PixtralImageProcessorPil,
 )
@@ -38,6 +41,7 @@ CLASSES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 NEW_TOKENS = 64
 
@@ -56,6 +60,9 @@ def processed(reference, images) -> dict:
     kind = settings.pop("image_processor_type")
     if kind == "Qwen2VLImageProcessor":
         return dict(Qwen2VLImageProcessorPil(**settings)(images=list(images), return_tensors="pt"))
+    if kind == "Gemma3ImageProcessor":
+        inputs = dict(Gemma3ImageProcessorPil(**settings)(images=list(images), return_tensors="pt"))
+        return {"pixel_values": inputs["pixel_values"]}
     side = settings["patch_size"] * reference.config.spatial_merge_size
     processor = PixtralImageProcessorPil(**settings)
     return dict(
@@ -70,6 +77,8 @@ def reference_rows(reference, pictures) -> list:
         if "image_sizes" in inputs:
             output = reference.model.get_image_features(**inputs, vision_feature_layer=-1)
             return [torch.cat(output.pooler_output)]
+        if reference.config.model_type == "gemma3":
+            return [reference.model.get_image_features(**inputs).pooler_output.flatten(0, 1)]
         output = reference.model.visual(inputs["pixel_values"], inputs["image_grid_thw"])
         return [output.pooler_output, *getattr(output, "deepstack_features", ())]
 
@@ -103,6 +112,8 @@ def test_tower_rows_equal_transformers(model):
 
 def place(tokens: list[int], inputs: dict) -> list[int]:
     """The prompt with all tokens of its images."""
+    if set(inputs) == {"pixel_values"}:  # all images have as many tokens
+        return [token for t in tokens for token in ([t] * 16 if t == IMAGE else [t])]
     images = iter(
         [[IMAGE] * (int(grid.prod()) // 4) for grid in inputs.get("image_grid_thw", ())]
         + [
@@ -127,6 +138,8 @@ def reference_logprobs(reference, prompt: list[int], answer: list[int], inputs: 
     ids = torch.tensor([prompt + answer])
     if "image_grid_thw" in inputs:
         inputs = inputs | {"mm_token_type_ids": (ids == IMAGE).int()}
+    if reference.config.model_type == "gemma3":
+        inputs = inputs | {"token_type_ids": (ids == IMAGE).int()}
     with torch.no_grad():
         logits = reference(input_ids=ids, **inputs).logits[0]
     return torch.log_softmax(logits[len(prompt) - 1 : -1].float(), -1).numpy()

@@ -112,6 +112,35 @@ CONFIGS = {
         "multimodal_projector_bias": False,
         "vision_feature_layer": -1,
     },
+    "gemma3": {
+        "text_config": {
+            "model_type": "gemma3_text",
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "max_position_embeddings": 4096,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 3,
+            "hidden_size": 64,
+            "intermediate_size": 80,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "image_size": 64,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 16,
+        "boi_token_index": VISION_START,
+        "eoi_token_index": VISION_END,
+    },
 }
 QWEN_PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -129,6 +158,11 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
         "patch_size": 4,
         "size": {"longest_edge": 64},
     },
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 64, "width": 64},
+        "image_seq_length": 16,
+    },
 }
 
 
@@ -141,11 +175,11 @@ def write(folder: Path, kind: str, seed: int = 0) -> Path:
         "vision_start_token_id": VISION_START,
         "vision_end_token_id": VISION_END,
         "torch_dtype": "float32",
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": kind == "gemma3",
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[kind]))
-    write_tokenizer(folder)
+    write_tokenizer(folder, "<|vision_start|>" if kind == "gemma3" else PLACEHOLDER)
     write_weights(folder, seed)
     return folder
 
@@ -174,15 +208,16 @@ def write_weights(folder: Path, seed: int) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with a token for each byte."""
+def write_tokenizer(folder: Path, placeholder: str = PLACEHOLDER) -> None:
+    """Write a tokenizer with a token for each byte, and a template with this text for an image."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(special, special=True) for special in SPECIALS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    template = TEMPLATE.replace(PLACEHOLDER, placeholder)
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .checkpoint.folder import read_config_json, read_json
 from .config import ModelConfig, ModelError
-from .images.rule import FAMILIES, ImageRule, rule_from_config
+from .images.rule import ImageRule, rule_from_config
 from .towers import TOWERS, module_of
 from .towers.checkpoint import has_tower
 from .towers.config import Tower
@@ -21,7 +21,15 @@ DEFAULT_SECTIONS = {
     "qwen3_5": (11, 11, 10),
     "qwen3_5_moe": (11, 11, 10),
 }
-TOWER_KINDS = {"mistral3": "pixtral"}  # by model_type, unless vision_config says it
+# The model types that read images, and the `model_type` of their towers unless vision_config has it.
+TOWER_KINDS = {
+    "gemma3": "siglip_vision_model",
+    "mistral3": "pixtral",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl_moe",
+}
 # By model_type: the tokens after each row of an image but the last, and after the last.
 ROW_TOKENS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]")}
 WHOLE_SPANS = ("gemma3",)  # model types in which an image's tokens see all of it
@@ -62,16 +70,16 @@ def is_multimodal(folder: Path, hf_overrides: Mapping[str, Any] | None = None) -
     # Whether the architecture is supported is for the text model's loader to say.
     hf = read_config_json(folder, hf_overrides, embeds=True)
     kind = tower_kind(hf)
-    return kind in TOWERS and hf.get("model_type") in FAMILIES and has_tower(folder, kind)
+    return kind in TOWERS and has_tower(folder, kind)
 
 
 def tower_kind(hf: Mapping[str, Any]) -> Any:
-    """The `model_type` of a model's tower; None if it has none."""
+    """The `model_type` of a model's tower; None if it has none, or is not one of TOWER_KINDS."""
     vision_config = hf.get("vision_config")
-    if not isinstance(vision_config, dict):
+    model_type = hf.get("model_type")
+    if not isinstance(vision_config, dict) or model_type not in TOWER_KINDS:
         return None
-    model_type = str(hf.get("model_type"))
-    return vision_config.get("model_type", TOWER_KINDS.get(model_type, model_type))
+    return vision_config.get("model_type", TOWER_KINDS[model_type])
 
 
 def read(

@@ -48,7 +48,10 @@ def load(
     )
     for source in jax.tree.leaves(tensor_sources):
         if source.name not in tensors:
-            raise ModelError(f"{folder} lacks the tensor {source.name!r} of the vision tower")
+            raise ModelError(
+                f"{folder} lacks the tensor {source.name!r} of the vision tower; "
+                "language_model_only serves text without it"
+            )
         if tensors[source.name].shape != source.shape:
             raise ModelError(
                 f"tensor {source.name!r} has shape {list(tensors[source.name].shape)}; "

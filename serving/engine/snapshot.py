@@ -70,6 +70,7 @@ class Snapshot:
     experts: ExpertUse | None
     invariant: bool  # a request's bits do not depend on the rest of its batch
     drafts: DraftCounts | None  # where the engine drafts
+    images_encoded: int | None  # where the model reads images
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         kv_dtype=engine.config.kv_dtype,
         recompiles=max(0, runner.compiles.recompiles),
         invariant=not runner.pipeline.variance,
+        images_encoded=runner.media_store and runner.media_store.num_encoded,
         drafts=counts and DraftCounts(counts.proposals, counts.drafts, tuple(counts.accepted)),
         experts=experts
         and ExpertUse(

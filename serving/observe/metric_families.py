@@ -173,6 +173,9 @@ def states(now: Snapshot) -> list[Family]:
         ),
         ("quire:recompiles_total", "counter", "Compilations in service", now.recompiles),
     ]
+    if now.images_encoded is not None:
+        text = "Images that the vision tower encoded; others were in its store"
+        gauges.append(("quire:images_encoded_total", "counter", text, now.images_encoded))
     pages = {
         "free": sum(group.free_pages for group in now.pages),
         "running": sum(group.used for group in now.pages),

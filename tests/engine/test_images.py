@@ -148,6 +148,18 @@ def test_image_answers_do_not_depend_on_chunks_and_evicted_rows(
         assert llm.engine.runner.media_store.num_encoded > num_images
 
 
+def test_image_answers_do_not_depend_on_chunks_of_stored_images(folder, prompts, expected):
+    """Steps may begin and end anywhere, but for images that see themselves whole."""
+    options = {"max_num_batched_tokens": 23, "enable_prefix_caching": False}
+    with make_llm(folder, **options) as llm:
+        answers(llm, prompts)
+        assert answers(llm, prompts) == expected
+        sees_spans = llm.engine.runner.shape.sees_spans
+    if sees_spans:
+        with pytest.raises(ModelError, match="a step must hold an image, 16 tokens, beside"):
+            make_llm(folder, max_num_batched_tokens=19)
+
+
 def test_preempted_image_request_answers_the_same(llm, prompts, expected):
     llm.reset_prefix_cache()
     requests = [llm.add(prompt, PARAMS) for prompt in prompts[:3]]
@@ -181,8 +193,10 @@ def test_images_are_limited_by_options(folder, prompts):
         )
         # 32 x 32 pixels at most, 8 x 8 of them a token
         assert output.prompt_token_ids.count(IMAGE) <= 16
+        assert llm.get_metrics()["quire:images_encoded_total"] == 1
     with make_llm(folder, limit_mm_per_prompt={"image": 0}) as llm:
         assert llm.engine.runner.media_encoder is None
+        assert "quire:images_encoded_total" not in llm.get_metrics()
 
 
 @pytest.mark.parametrize(

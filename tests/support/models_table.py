@@ -16,7 +16,7 @@ from quire.model import families
 from quire.model.checkpoint.published import split_quantization
 from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
 from quire.model.families.config_keys import Keys
-from quire.model.towers import TOWERS
+from quire.model.multimodal import TOWER_KINDS
 from quire.tests.support.golden.encoders import ENCODERS
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.published import PUBLISHED
@@ -36,8 +36,8 @@ The supported values of `model_type` in `config.json`, with the features of each
 a plain decoder. The encoders (`bert`, `modernbert`, `roberta`, `xlm-roberta`, and `gemma3_text`
 with `use_bidirectional_attention`) compute embeddings, classes and scores of text pairs
 ([ranking.md](ranking.md)); all other models generate text. Of multimodal models the text model is
-loaded, and the log lists the tensors that are skipped; `qwen3_vl`, `qwen3_5` and `qwen3_5_moe` read
-images too ([images.md](images.md)).
+loaded, and the log lists the tensors that are skipped; `gemma3`, `mistral3`, `qwen3_5`,
+`qwen3_5_moe`, `qwen3_vl` and `qwen3_vl_moe` read images too ([images.md](images.md)).
 
 Each model is tested in one or two ways:
 
@@ -100,7 +100,7 @@ def may_be(values: tuple) -> str:
 def row(kind: str, tiny: list[str], published: list[str], refused: dict[str, tuple]) -> str:
     about = " ".join((module(kind).__doc__ or "").split("\n\n")[0].split()).rstrip(".")
     if FAMILIES[kind] == ".wrapper":
-        rest = "with images" if kind in TOWERS else "the rest is left out"
+        rest = "with images" if kind in TOWER_KINDS else "the rest is left out"
         about = f"its text model, as a rule `{wrapper.TEXT_TYPES[kind]}`; {rest}"
     tests = [f"tiny: {', '.join(tiny)}"] if tiny else []
     tests += [f"published: {', '.join(published)}"] if published else []

@@ -4,7 +4,6 @@ compiled.
 
 import atexit
 import hashlib
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +22,10 @@ from ..model.checkpoint.adapters import stack_rank
 from ..model.checkpoint.key_biases import skip_biased_layers
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
-from ..model.images.pixels import value_table
 from ..model.mixers.attention import SHIFT_POSITIONS
 from ..model.multimodal import Multimodal, is_multimodal, text_replacement, with_images
-from ..model.multimodal import read as read_multimodal
 from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer, find_tokenizer
-from ..model.towers import checkpoint as tower_checkpoint
-from ..model.towers.weights import abstract as tower_specs
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
@@ -39,15 +34,13 @@ from ..ops.linear.cpu import PackedWeight
 from ..ops.model_kernels import kernels_for_model
 from ..ops.native.kernel_names import ADAPTER
 from ..sharding.mesh import Mesh
-from ..sharding.spec import nbytes
 from .adapter_store import AdapterStore
-from .api.options import DISK, HOST, MAX_IMAGES, PARALLEL, EngineOptions, SizedOptions
+from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
 from .api.params import MAX_LOGPROBS
 from .cache.disk_cache import PAGE_FORMAT, DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
 from .defaults import generation_folder, model_defaults
-from .device.encode import MediaEncoder
 from .device.mesh import mesh_of, placement_of
 from .device.step_shape import Size, StepShape
 from .engine.cache_size import (
@@ -68,12 +61,11 @@ from .multihost.rendezvous import join
 from .observe.trace import Trace
 from .speculative.on_device.drafting import SpeculativeWeights
 from .speculative.on_device.loading import DraftSource, draft_folder, load_drafter
+from .vision import media_bytes, media_of, multimodal_of, text_only_reason, tower_of
 
 log = logging.getLogger("quire")
 
 SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
-MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}  # largest number of rows of an image
-STORE_ROWS = 8192  # of the device's media store
 
 
 def make_engine(
@@ -321,6 +313,7 @@ def make_runner(
     media_encoder = media_reader = None
     if multimodal is not None:
         progress("loading the vision tower")
+        native.prepare(kernels_of(tower_of(config, multimodal).model)).result()
         media_encoder, media_reader = media_of(folder, config, multimodal, max_len, sized)
     runner = Runner(
         config,
@@ -359,78 +352,6 @@ def make_runner(
         reasons = "; ".join(sorted(runner.pipeline.variance))
         log.info("a request's last bits may depend on the rest of its batch: %s", reasons)
     return Made(runner, max_len, host_caches, page_identity, media_reader)
-
-
-def multimodal_of(folder: Path, options: EngineOptions) -> Multimodal | None:
-    """How the model reads images; None if it serves text only."""
-    if text_only_reason(options) or not is_multimodal(folder, options.hf_overrides):
-        return None
-    return read_multimodal(folder, options.hf_overrides, options.mm_processor_kwargs)
-
-
-def max_images(options: EngineOptions) -> int:
-    """The maximum number of images of a prompt."""
-    return (options.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
-
-
-def text_only_reason(options: EngineOptions) -> str | None:
-    """Why a model that could read images serves text only; None if it reads them."""
-    if options.language_model_only:
-        return "language_model_only is set"
-    if max_images(options) == 0:
-        return "limit_mm_per_prompt is 0 for images"
-    if any(getattr(options, name) != 1 for name in (*PARALLEL.values(), "num_processes")):
-        return "models that are split over devices or processes read no images"
-    if importlib.util.find_spec("PIL") is None:
-        return "images need Pillow: pip install 'quire[images]'"
-    return None
-
-
-def media_bytes(config: ModelConfig, multimodal: Multimodal) -> int:
-    """Bytes of the tower's weights and of the media store."""
-    tower = multimodal.tower
-    row_bytes = tower.merger.out * jnp.dtype(config.dtype).itemsize
-    weights = replace(tower, model=replace(tower.model, dtype=config.dtype))
-    return nbytes(tower_specs(weights)) + STORE_ROWS * (1 + len(tower.deepstack)) * row_bytes
-
-
-def media_of(
-    folder: Path,
-    config: ModelConfig,
-    multimodal: Multimodal,
-    max_len: int,
-    options: SizedOptions,
-) -> tuple[MediaEncoder, MediaReader]:
-    """The encoder of a model's images, and what reads them from requests."""
-    tower = multimodal.tower
-    tower = replace(tower, model=replace(tower.model, dtype=config.dtype))
-    step_rows = options.max_num_batched_tokens
-    step_seqs = options.max_num_seqs
-    native.prepare(kernels_of(tower.model)).result()
-    max_rows = MEDIA_ROWS["cpu" if on_host() else "gpu"]
-    if options.mm_processor_kwargs:
-        max_rows = multimodal.rule.max_tokens or max_rows
-    max_rows = min(multimodal.rule.fixed_tokens or max_rows, max_len, STORE_ROWS)
-    if multimodal.sees_spans and step_rows < step_seqs + max_rows:
-        raise ModelError(
-            f"max_num_batched_tokens is {step_rows}; a step must hold an image, {max_rows} tokens, "
-            f"beside max_num_seqs ({step_seqs}): at least {step_seqs + max_rows}, or set "
-            "language_model_only"
-        )
-    load_tower = partial(tower_checkpoint.load, folder, tower, multimodal.kind)
-    log.info("reads images, of up to %d tokens each", max_rows)
-    encoder = MediaEncoder(
-        tower,
-        value_table(multimodal.rule),
-        load_tower,
-        STORE_ROWS,
-        max_rows,
-        has_one_size=multimodal.rule.fixed_tokens is not None,
-    )
-    reader = MediaReader(
-        multimodal, max_rows * tower.group, max_images(options), options.max_image_pixels
-    )
-    return encoder, reader
 
 
 def step_shape(options: SizedOptions, config: ModelConfig) -> StepShape:

@@ -41,7 +41,7 @@ ROOMS = """
     serving/device/step_shape serving/device/batch serving/device/state serving/device/attend
     serving/speculative/on_device serving/device serving/engine serving/observe
     serving/adapter_store
-    serving/defaults serving/build serving/follow serving/progress serving/resume serving/chat_prompt
+    serving/defaults serving/vision serving/build serving/follow serving/progress serving/resume serving/chat_prompt
     serving/search serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 

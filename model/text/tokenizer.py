@@ -78,7 +78,8 @@ class Tokenizer:
             for name, source in _read_templates(folder, config).items()
         }
         self._token_texts: dict[int, str] = {}
-        self.replacement = "", ""  # a text in prompts, and what is tokenized in its place
+        # a text in prompts, and what is tokenized in its place
+        self.replacement: tuple[str, str] = ("", "")
         self._request_worker = WorkerProcess(SCRIPT)  # renders templates from requests
 
     def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
@@ -102,8 +103,9 @@ class Tokenizer:
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         # Only the library's batch methods release the GIL; "fast" omits offsets.
         text = check_unicode(text)
-        if self.replacement[0]:
-            text = text.replace(*self.replacement)
+        before, after = self.replacement
+        if before:
+            text = text.replace(before, after)
         [encoding] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 

@@ -9,7 +9,7 @@ from ..config import ModelConfig
 class Merger:
     """Joins each square group of patches to one row of the decoder's width: a norm and an MLP."""
 
-    dim: int | None  # of the MLP's hidden layer; None: a matrix instead of an MLP
+    dim: int  # of the MLP's hidden layer; 0: a matrix instead of an MLP
     out: int  # the decoder's width
     activation: str = "gelu"
     joins_first: bool = False  # the norm is over the joined patches, not over each

@@ -56,7 +56,7 @@ def config(vision_config: dict, hf: dict) -> Tower:
         merge=side // tokens_per_side,
         positions_side=side,
         merger=Merger(
-            dim=None,
+            dim=0,
             out=Keys(hf["text_config"]).count("hidden_size", 2304),
             norm_eps=norm_eps,
             rms_norm=True,

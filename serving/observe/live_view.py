@@ -83,6 +83,7 @@ class LiveView(Observer):
                 "max_seqs": now.max_seqs,
                 "max_rows": now.max_tokens,
                 "max_len": now.max_len,
+                "max_images": 0 if engine.media_reader is None else engine.media_reader.max_images,
             },
             "defaults": dict(engine.chat_defaults),
             "groups": [

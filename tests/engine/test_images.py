@@ -13,7 +13,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.model.config import ModelError
 from quire.ops import native
-from quire.serving import build
+from quire.serving import vision
 from quire.serving.api.content import MessageImage
 from quire.serving.api.errors import QueueFull, RequestError
 from quire.serving.cache.media_store import MediaStore
@@ -140,7 +140,7 @@ def test_image_answers_do_not_depend_on_chunks_and_evicted_rows(
     folder, prompts, expected, monkeypatch
 ):
     """Steps of few tokens, and a media store with room for one image."""
-    monkeypatch.setattr(build, "STORE_ROWS", 64)
+    monkeypatch.setattr(vision, "STORE_ROWS", 64)
     with make_llm(folder, max_num_batched_tokens=23, enable_prefix_caching=False) as llm:
         for _ in range(2):
             assert answers(llm, prompts) == expected

@@ -1,5 +1,7 @@
 """The page at `/`, in a browser, against a server whose answers are scripted."""
 
+import base64
+import io
 import json
 import re
 import time
@@ -7,9 +9,11 @@ from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from quire.tests.support.browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
@@ -155,6 +159,76 @@ def test_streamed_answer_is_shown_with_statistics(tab: Tab, stand_in: StandIn):
         "model": "quill", "messages": [{"role": "user", "content": "Hello"}], "stream": True,
         "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 5,
     }  # fmt: skip
+
+
+def image_file(name: str, width: int, height: int, mode: str = "RGB") -> dict[str, Any]:
+    """A file as Playwright passes it to a file input."""
+    file = io.BytesIO()
+    Image.new(mode, (width, height), (200, 30, 30, 0)[: len(mode)]).save(file, "PNG")
+    return {"name": name, "mimeType": "image/png", "buffer": file.getvalue()}
+
+
+def give_files(tab: Tab, event: str, selector: str, files: list[dict[str, Any]]) -> None:
+    """Paste or drop files."""
+    script = """([selector, event, files]) => {
+        const data = new DataTransfer();
+        for (const [name, type, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name, {type}));
+        const options = {bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data};
+        const kind = event === "paste" ? ClipboardEvent : DragEvent;
+        document.querySelector(selector).dispatchEvent(new kind(event, options)) }"""
+    contents = [[file["name"], file["mimeType"], list(file["buffer"])] for file in files]
+    tab.page.evaluate(script, [selector, event, contents])
+
+
+def sent_image(url: str) -> Image.Image:
+    assert url.startswith("data:image/jpeg;base64,")
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
+def test_images_are_attached_and_sent(tab: Tab, stand_in: StandIn):
+    """Chosen, pasted and dropped; shrunk, removed, limited, kept for the next visit."""
+    expect(tab.page.locator("#attach")).to_be_hidden()
+    frame = live_frame([0] * 60)
+    stand_in.frame = frame | {"limits": frame["limits"] | {"max_images": 2}}
+    expect(tab.page.locator("#attach")).to_be_visible()
+    attached = tab.page.locator("#attached img")
+    tab.page.set_input_files("#image-files", [image_file("chosen.png", 3000, 300, "RGBA")])
+    expect(attached).to_have_count(1)
+    give_files(tab, "paste", "#prompt", [image_file("pasted.png", 40, 30)])
+    expect(attached).to_have_count(2)
+    give_files(tab, "drop", "#chat", [image_file("dropped.png", 10, 10)])
+    expect(tab.page.locator("#said")).to_have_text("The model reads at most 2 images.")
+    tab.ask("What is it?")
+    tab.ended()
+    *images, text = stand_in.bodies[-1]["messages"][-1]["content"]
+    assert text == {"type": "text", "text": "What is it?"}
+    first, second = (sent_image(image["image_url"]["url"]) for image in images)
+    assert (first.size, second.size) == ((1536, 154), (40, 30))
+    assert np.asarray(first).min() > 250  # transparent parts are white
+    red, green, blue = np.asarray(second)[15, 20]
+    assert red > 180 and green < 60 and blue < 60
+    expect(attached).to_have_count(0)
+    expect(tab.page.locator(".asked .images img")).to_have_count(2)
+    tab.page.reload()
+    expect(tab.page.locator(".asked .images img")).to_have_count(2)
+    expect(tab.page.locator("#attach")).to_be_visible()
+    give_files(tab, "drop", "#chat", [image_file("dropped.png", 10, 10)])
+    expect(attached).to_have_count(1)
+    tab.page.click("#attached .tool")
+    expect(attached).to_have_count(0)
+    expect(tab.page.locator("#send")).to_be_disabled()
+    give_files(tab, "paste", "#prompt", [image_file("alone.png", 10, 10)])
+    expect(attached).to_have_count(1)
+    tab.page.click("#send")
+    tab.ended()
+    messages = stand_in.bodies[-1]["messages"]
+    assert [part["type"] for part in messages[-1]["content"]] == ["image_url"]
+    assert len(messages[0]["content"]) == 3  # the conversation still has its images
+    files = [{"name": "broken.png", "mimeType": "image/png", "buffer": b"nothing"}]
+    give_files(tab, "paste", "#prompt", files)
+    expect(tab.page.locator("#said")).to_have_text(
+        "broken.png is no image that this browser can read."
+    )
 
 
 def test_conversation_is_sent_and_edited(tab: Tab, stand_in: StandIn):

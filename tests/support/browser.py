@@ -48,7 +48,7 @@ class Tab:
         self.state = page.locator("#state")
 
     def asked(self, request: Request) -> None:
-        if not request.url.startswith(self.url):
+        if not request.url.startswith((self.url, "data:")):
             self.strangers.append(request.url)
 
     def check(self, loud: bool) -> None:

@@ -33,7 +33,8 @@ KINDS = {
 }
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     ),
     "Cache-Control": "no-cache",
 }
@@ -177,6 +178,8 @@ class StandIn:
         body = await request.json()
         self.bodies.append(body)
         prompt = body["messages"][-1]["content"]
+        if isinstance(prompt, list):  # with images
+            prompt = "".join(part.get("text", "") for part in prompt)
         if prompt in self.refusals:
             status, refusal = self.refusals[prompt]
             return JSONResponse({"error": refusal}, status)

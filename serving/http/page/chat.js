@@ -5,6 +5,7 @@ import { Failure, events } from "./api.js";
 import { copier } from "./copy.js";
 import { find, make, tool } from "./dom.js";
 import { count, plural } from "./figures.js";
+import { Attachments, thumbnails } from "./images.js";
 import * as conversations from "./conversations.js";
 import { keep, recall } from "./memory.js";
 
@@ -16,12 +17,20 @@ const STARTERS = [
 ];
 const NEAR = 48; // pixels from the end within which the view follows it
 
+/** A message's content: its text, or its images and its text. */
+function contentOf(text, images) {
+  if (!images.length) return text;
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
 export class Chat {
   #api;
   #card;
   #settings;
   #light;
-  #turns = []; // {role: "user", text, element} or {role: "assistant", answer, view, element}
+  #images; // of the message that is being written
+  #turns = []; // {role: "user", text, images, element} or {role: "assistant", answer, view, element}
   #stopper = null; // of the request that is being answered
   #pinned = true;
   #due = false;
@@ -38,6 +47,7 @@ export class Chat {
     [this.#api, this.#card, this.#settings, this.#light] = [api, card, settings, light];
     this.prompt = find("prompt");
     this.prompt.oninput = () => this.#fit(this.prompt);
+    this.#images = new Attachments(this.prompt, find("chat"), () => this.#fit(this.prompt));
     this.prompt.onkeydown = (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -115,9 +125,9 @@ export class Chat {
     return this.busy && Boolean(this.#turns.at(-1)?.answer?.owns(id));
   }
 
-  send(text) {
-    if (this.busy || !text.trim()) return;
-    this.#ask(text.trim());
+  send(text, images = []) {
+    if (this.busy || !(text.trim() || images.length)) return;
+    this.#ask(text.trim(), images);
     this.#answer();
   }
 
@@ -144,6 +154,7 @@ export class Chat {
   /** What the engine says of the request that is being answered. */
   update({ limits, running, waiting, groups, drafts }) {
     this.#limit = limits.max_len;
+    this.#images.limit = limits.max_images ?? 0;
     this.#drafts = Boolean(drafts);
     find("probabilities").title = `Tint each token by its probability${drafts ? "; green ones were drafted" : ""} (P)`;
     this.#showContext();
@@ -162,14 +173,15 @@ export class Chat {
 
   #submit() {
     const text = this.prompt.value;
-    if (!text.trim()) return;
+    const images = this.#images.urls;
+    if (!text.trim() && !images.length) return;
     this.prompt.value = "";
-    this.#fit(this.prompt);
-    this.send(text);
+    this.#images.clear();
+    this.send(text, images);
   }
 
-  #ask(text) {
-    const turn = { role: "user", text };
+  #ask(text, images = []) {
+    const turn = { role: "user", text, images };
     turn.element = make("article", { className: "turn asked", ariaLabel: "You" });
     this.#showAsked(turn);
     this.#turns.push(turn);
@@ -179,7 +191,9 @@ export class Chat {
   #showAsked(turn) {
     turn.edit = tool("edit", "Edit (E)", () => this.#revise(turn));
     const tools = make("span", { className: "tools" }, copier(() => turn.text, "Copy"), turn.edit);
-    turn.element.replaceChildren(make("div", { className: "text" }, turn.text), make("div", { className: "foot" }, tools));
+    const content = make("div", { className: "content" }, ...(turn.images.length ? [thumbnails(turn.images)] : []));
+    if (turn.text) content.append(make("div", { className: "text" }, turn.text));
+    turn.element.replaceChildren(content, make("div", { className: "foot" }, tools));
   }
 
   #revise(turn) {
@@ -191,9 +205,9 @@ export class Chat {
     };
     const send = () => {
       const text = area.value.trim();
-      if (!text || this.busy) return;
+      if (!(text || turn.images.length) || this.busy) return;
       for (const old of this.#turns.splice(this.#turns.indexOf(turn))) old.element.remove();
-      this.send(text);
+      this.send(text, turn.images);
       this.prompt.focus();
     };
     area.oninput = () => this.#fit(area);
@@ -215,8 +229,8 @@ export class Chat {
 
   /** The body of a request: failed and stopped answers without text are left out. */
   #body(name) {
-    const said = ({ role, text, answer }) => ({ role, content: role === "user" ? text : answer.content });
-    const messages = this.#turns.map(said).filter(({ content }) => content);
+    const message = ({ role, text, images, answer }) => ({ role, content: role === "user" ? contentOf(text, images) : answer.content });
+    const messages = this.#turns.map(message).filter(({ content }) => content);
     if (this.#settings.system) messages.unshift({ role: "system", content: this.#settings.system });
     return {
       ...(this.#model && { model: this.#model }),
@@ -274,15 +288,17 @@ export class Chat {
     if (this.empty) return;
     keep("current", { id: this.id });
     conversations.write(this.id, (tokens) =>
-      this.#turns.map(({ role, text, answer }) => (role === "user" ? { text } : { answer: answer.kept(tokens) })),
+      this.#turns.map(({ role, text, images, answer }) =>
+        role === "user" ? { text, ...(tokens && images.length && { images }) } : { answer: answer.kept(tokens) },
+      ),
     );
   }
 
   #restore() {
     try {
-      for (const { text, answer } of conversations.read(this.id)?.turns ?? []) {
+      for (const { text, images, answer } of conversations.read(this.id)?.turns ?? []) {
         if (answer) this.#remember(Answer.from(answer));
-        else this.#ask(text);
+        else this.#ask(text, images);
       }
     } catch {
       this.begin(false); // it was kept by another version of the page
@@ -347,7 +363,7 @@ export class Chat {
   #fit(area) {
     area.style.height = "auto";
     area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
-    find("send").disabled = !this.busy && !this.prompt.value.trim();
+    find("send").disabled = !this.busy && !this.prompt.value.trim() && !this.#images?.urls.length;
   }
 
   #follow() {

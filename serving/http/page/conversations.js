@@ -8,7 +8,7 @@ export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)),
 
 /** What a conversation is called: the first line that was asked. */
 export function titleOf(turns) {
-  const line = (turns.find(({ text }) => text)?.text ?? "").trim().split("\n")[0];
+  const line = (turns.find(({ text }) => text)?.text ?? "an image").trim().split("\n")[0];
   return line.length > TITLE ? `${line.slice(0, TITLE)}…` : line;
 }
 
@@ -32,9 +32,9 @@ export function read(id) {
 }
 
 /**
- * Keeps a conversation; `turns(tokens)` gives its turns with or without what is known of each token.
+ * Keeps a conversation; `turns(tokens)` gives its turns with or without images and what is known of each token.
  *
- * Where the browser has no room, older ones give up what is known of their tokens, and then this one does.
+ * Where the browser has no room, older ones give up both, and then this one does.
  */
 export function write(id, turns) {
   const text = (tokens) => JSON.stringify({ title: titleOf(turns(false)), at: Date.now(), turns: turns(tokens) });
@@ -72,6 +72,6 @@ function store(id, text) {
 }
 
 function withoutTokens(kept) {
-  const turns = kept.turns.map((turn) => (turn.answer ? { answer: { ...turn.answer, pieces: [] } } : turn));
+  const turns = kept.turns.map((turn) => (turn.answer ? { answer: { ...turn.answer, pieces: [] } } : { text: turn.text }));
   return { ...kept, turns };
 }

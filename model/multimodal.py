@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint.folder import read_config_json, read_json
-from .config import ModelConfig, ModelError
+from .config import FAR, ModelConfig, ModelError
 from .images.rule import ImageRule, rule_from_config
 from .towers import TOWERS, module_of
 from .towers.checkpoint import has_tower
@@ -29,6 +29,13 @@ TOWER_KINDS = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl_moe",
+}
+# By model_type: the keys of preprocessor_config.json that can be overridden.
+SIZE_KEYS = {
+    "mistral3": ("size",),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), ("min_pixels", "max_pixels", "size")
+    ),
 }
 # By model_type: the tokens after each row of an image but the last, and after the last.
 ROW_TOKENS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]")}
@@ -115,6 +122,12 @@ def read(
         layout = replace(
             layout, prompt_tokens=(first,), first=first, last=hf.get("eoi_token_index", 256000)
         )
+    size_keys = SIZE_KEYS.get(model_type, ())
+    if unknown := set(processor_overrides or ()) - set(size_keys):
+        raise ModelError(
+            f"mm_processor_kwargs has {min(unknown)!r}; of {model_type} models it can have "
+            f"{', '.join(size_keys) or 'nothing'}"
+        )
     preprocessor = {**read_preprocessor(folder), **(processor_overrides or {})}
     return Multimodal(
         kind,
@@ -170,6 +183,13 @@ def with_images(config: ModelConfig, multimodal: Multimodal) -> ModelConfig:
     columns too, and with attention in which an image sees itself whole, where the model has that.
     """
     if multimodal.sees_spans:
+        tokens = multimodal.rule.fixed_tokens or 0
+        windows = [getattr(layer.attention, "window", None) or FAR for layer in config.layers]
+        if min(windows) < tokens:
+            raise ModelError(
+                f"config.json: sliding_window = {min(windows)}; it must be at least the {tokens} "
+                "tokens of an image, or set language_model_only"
+            )
         layers = (
             replace(layer, attention=replace(layer.attention, spans=True))
             for layer in config.layers

@@ -132,8 +132,12 @@ def converse(
                         "and /help"
                     )
                 case _:
-                    messages = answer_message(llm, params, messages, message, images)
-                    images = []
+                    answered = answer_message(llm, params, messages, message, images)
+                    if answered != messages:
+                        images = []
+                    elif images:
+                        print_error("the images stay attached; /reset drops them")
+                    messages = answered
 
 
 def image_part(file: bytes) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..model.checkpoint.key_biases import skip_biased_layers
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.mixers.attention import SHIFT_POSITIONS
-from ..model.multimodal import Multimodal, is_multimodal, text_replacement, with_images
+from ..model.multimodal import Multimodal, text_replacement, with_images
 from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer, find_tokenizer
 from ..model.weights import ModelWeights
@@ -61,7 +61,7 @@ from .multihost.rendezvous import join
 from .observe.trace import Trace
 from .speculative.on_device.drafting import SpeculativeWeights
 from .speculative.on_device.loading import DraftSource, draft_folder, load_drafter
-from .vision import media_bytes, media_of, multimodal_of, text_only_reason, tower_of
+from .vision import explain_text_only, media_bytes, media_of, multimodal_of, tower_of
 
 log = logging.getLogger("quire")
 
@@ -85,9 +85,8 @@ def make_engine(
     progress("reading config")
     config = config_of(folder, options)
     multimodal = multimodal_of(folder, options)
-    reason = text_only_reason(options)
-    if reason is not None and is_multimodal(folder, options.hf_overrides):
-        log.info("the model serves text only: %s", reason)
+    if multimodal is None:
+        explain_text_only(folder, options)
     if config.file_format is not None:
         log.info("%s is a GGUF file in %s", options.model, config.file_format)
     if config.encodes and options.speculation is not None:
@@ -314,7 +313,7 @@ def make_runner(
     if multimodal is not None:
         progress("loading the vision tower")
         native.prepare(kernels_of(tower_of(config, multimodal).model)).result()
-        media_encoder, media_reader = media_of(folder, config, multimodal, max_len, sized)
+        media_encoder, media_reader = media_of(folder, config, multimodal, max_len, options)
     runner = Runner(
         config,
         weights,

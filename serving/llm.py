@@ -240,7 +240,7 @@ class LLM:
         """The text that stands for an image in a prompt of `generate`."""
         reader = self.engine.media_reader
         if reader is None:
-            raise RequestError("multi_modal_data", "has images, and this model reads text only")
+            raise RequestError("model", "reads text only")
         tokenizer = self.get_tokenizer()
         tokens = reader.multimodal.layout.prompt_tokens
         return "".join(tokenizer.token_text(token) for token in tokens)

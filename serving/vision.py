@@ -15,21 +15,27 @@ from ..model.towers.checkpoint import load
 from ..model.towers.config import Tower
 from ..model.towers.weights import abstract
 from ..sharding.spec import nbytes
-from .api.options import MAX_IMAGES, PARALLEL, EngineOptions, SizedOptions
+from .api.options import MAX_IMAGES, PARALLEL, EngineOptions
 from .device.encode import MediaEncoder, backend
 from .media_reader import MediaReader
 
 log = logging.getLogger("quire")
 
-MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}  # largest number of rows of an image
+# The largest number of rows of an image, by default and where `mm_processor_kwargs` sets its size.
+MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}
+MAX_MEDIA_ROWS = {"cpu": 2048, "gpu": 8192}
 STORE_ROWS = 8192  # of the device's media store
 
 
 def multimodal_of(folder: Path, options: EngineOptions) -> Multimodal | None:
-    """How the model reads images; None if it serves text only."""
+    """How the model reads images; None if it serves text only, see `text_only_reason`."""
     if text_only_reason(options) or not is_multimodal(folder, options.hf_overrides):
         return None
-    return read(folder, options.hf_overrides, options.mm_processor_kwargs)
+    try:
+        multimodal = read(folder, options.hf_overrides, options.mm_processor_kwargs)
+    except ModelError as error:
+        raise ModelError(f"{error} (language_model_only serves text without images)") from None
+    return None if text_only_reason(options, multimodal) else multimodal
 
 
 def max_images(options: EngineOptions) -> int:
@@ -37,7 +43,7 @@ def max_images(options: EngineOptions) -> int:
     return (options.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
 
 
-def text_only_reason(options: EngineOptions) -> str | None:
+def text_only_reason(options: EngineOptions, multimodal: Multimodal | None = None) -> str | None:
     """Why a model that could read images serves text only; None if it reads them."""
     if options.language_model_only:
         return "language_model_only is set"
@@ -47,7 +53,28 @@ def text_only_reason(options: EngineOptions) -> str | None:
         return "models that are split over devices or processes read no images"
     if importlib.util.find_spec("PIL") is None:
         return "images need Pillow: pip install 'quire[images]'"
+    if multimodal is None or not multimodal.sees_spans:
+        return None
+    if backend() != "cpu":
+        return "images whose tokens attend to later ones are read on CPUs only"
+    sized = options.on("cpu")
+    rows = max(sized.max_num_seqs, 16) + (multimodal.rule.fixed_tokens or 0)
+    if sized.max_num_batched_tokens < rows:
+        return (
+            f"a step must hold an image beside other tokens: max_num_batched_tokens is "
+            f"{sized.max_num_batched_tokens}, and must be at least {rows}"
+        )
     return None
+
+
+def explain_text_only(folder: Path, options: EngineOptions) -> None:
+    """Log why a model that could read images serves text only."""
+    if not is_multimodal(folder, options.hf_overrides):
+        return
+    reason = text_only_reason(options)
+    if reason is None:
+        reason = text_only_reason(options, read(folder, options.hf_overrides))
+    log.info("the model serves text only: %s", reason)
 
 
 def tower_of(config: ModelConfig, multimodal: Multimodal) -> Tower:
@@ -68,22 +95,14 @@ def media_of(
     config: ModelConfig,
     multimodal: Multimodal,
     max_len: int,
-    options: SizedOptions,
+    options: EngineOptions,
 ) -> tuple[MediaEncoder, MediaReader]:
     """The encoder of a model's images, and what reads them from requests."""
     tower = tower_of(config, multimodal)
-    step_rows = options.max_num_batched_tokens
-    step_seqs = options.max_num_seqs
     max_rows = MEDIA_ROWS[backend()]
-    if options.mm_processor_kwargs:
-        max_rows = multimodal.rule.max_tokens or max_rows
+    if set(options.mm_processor_kwargs or ()) & {"max_pixels", "size"}:
+        max_rows = min(multimodal.rule.max_tokens or max_rows, MAX_MEDIA_ROWS[backend()])
     max_rows = min(multimodal.rule.fixed_tokens or max_rows, max_len, STORE_ROWS)
-    if multimodal.sees_spans and step_rows < step_seqs + max_rows:
-        raise ModelError(
-            f"max_num_batched_tokens is {step_rows}; a step must hold an image, {max_rows} tokens, "
-            f"beside max_num_seqs ({step_seqs}): at least {step_seqs + max_rows}, or set "
-            "language_model_only"
-        )
     load_tower = partial(load, folder, tower, multimodal.kind)
     log.info("reads images, of up to %d tokens each", max_rows)
     encoder = MediaEncoder(

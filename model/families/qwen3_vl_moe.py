@@ -11,7 +11,8 @@ from .common import SourceTensor, model_sources, sparse_layer_sources, without_m
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     defaults = {"rope_theta": 500000.0, "num_local_experts": 60, "num_experts_per_tok": 4}
-    defaults |= {"moe_intermediate_size": 1408}
+    defaults |= {"moe_intermediate_size": 1408, "intermediate_size": 5632}
+    defaults |= {"max_position_embeddings": 128000, "num_key_value_heads": 16}
     always = {"norm_topk_prob": True}
     config = qwen3_moe.config(defaults | without_mrope(hf) | always, max_len)
     return replace(config, family="qwen3_vl_moe_text")

@@ -13,7 +13,7 @@ class Merger:
     out: int  # the decoder's width
     activation: str = "gelu"
     joins_first: bool = False  # the norm is over the joined patches, not over each
-    norm_eps: float | None = 1e-6  # None: no norm
+    norm_eps: float = 1e-6
     rms_norm: bool = False  # else the norm of the tower's layers
     pools: bool = False  # a group's patches are averaged, not joined
     joined_dim: int | None = None  # of joined patches after a matrix; None: there is no matrix

@@ -15,7 +15,7 @@ THETA = 10000.0
 
 
 def config(vision_config: dict, hf: dict) -> Tower:
-    keys = Keys(vision_config)
+    keys = Keys(vision_config, "vision_config")
     keys.refuse("num_channels", 3)
     keys.ignore("initializer_range", "attention_dropout", "image_size", "vocab_size", "rope_theta")
     D = keys.count("hidden_size", 1024)
@@ -69,7 +69,9 @@ def merger_config(hf: dict, D: int, depth: int) -> Merger:
         dim=out,
         out=out,
         activation=outer.activation("projector_hidden_act"),
-        norm_eps=text.positive("rms_norm_eps", 1e-5),
+        norm_eps=text.positive(
+            "rms_norm_eps", 1e-5 if text("model_type", "mistral") == "ministral3" else 1e-6
+        ),
         joined_dim=D,
         bias=outer("multimodal_projector_bias", False),
     )

@@ -22,7 +22,7 @@ PREFIXES = ("model.visual.", "visual.")  # of transformers 5, and of older check
 
 
 def config(vision_config: dict, hf: dict) -> Tower:
-    keys = Keys(vision_config)
+    keys = Keys(vision_config, "vision_config")
     keys.refuse("in_channels", 3)
     keys.ignore("initializer_range")
     keys.refuse("temporal_patch_size", FRAMES)

@@ -17,7 +17,7 @@ PREFIXES = ("model.vision_tower.", "vision_tower.vision_model.", "model.vision_t
 
 
 def config(vision_config: dict, hf: dict) -> Tower:
-    keys = Keys(vision_config)
+    keys = Keys(vision_config, "vision_config")
     keys.refuse("num_channels", 3)
     keys.ignore("attention_dropout", "vision_use_head", "projection_size", "initializer_range")
     D = keys.count("hidden_size", 768)

@@ -140,10 +140,10 @@ def merge(tower: Tower, merger: Merger, w: MergerWeights, x_TD):
     """Join the patches of each group: [T, D] to [T / group, out]."""
     eps = merger.norm_eps
     with jax.named_scope("merger"):
-        if eps is not None and not merger.joins_first:
+        if not merger.joins_first:
             x_TD = norm_alone(x_TD, w.norm, eps)
         joined_RE = join_patches(x_TD, tower.group, merger.pools)
-        if eps is not None and merger.joins_first:
+        if merger.joins_first:
             joined_RE = norm_alone(joined_RE, w.norm, eps)
         if merger.joined_dim:
             joined_RE = project("RJ,JE->RE", joined_RE, w.join_JE)

@@ -63,12 +63,9 @@ def merger_spec(tower: Tower, merger: Merger) -> MergerWeights:
     J = D if merger.pools else tower.group * D
     E = merger.joined_dim or J
     F = merger.dim or E
-    norm = None
-    if merger.norm_eps is not None:
-        size = J if merger.joins_first else D
-        norm = rms_norm(size) if merger.rms_norm else norm_of(config, size)
+    size = J if merger.joins_first else D
     return MergerWeights(
-        norm=norm,
+        norm=rms_norm(size) if merger.rms_norm else norm_of(config, size),
         up_EF=matrix(config, (E,), (F,), ("embed", None)) if merger.dim else None,
         up_bias_F=vector(F) if merger.dim and merger.bias else None,
         down_FD=matrix(config, (F,), (merger.out,), (None, "embed")),

@@ -332,6 +332,8 @@ def compile_into(path: Path, command: list[str], isa: str, variant: str) -> None
         remove_stale_parts(path.parent)
         with headers_lock:
             headers = precompiled_headers(tuple(command), tuple(flags))
+        if headers and not Path(headers[-1]).exists():  # temporary files were cleaned up
+            headers = ()
         arguments = [*flags, *headers, *defines, "-isystem", jax.ffi.include_dir(), "-shared"]
         with publish(path) as temporary:
             run([*command, *arguments, str(SOURCES / source), "-o", str(temporary)], variant)

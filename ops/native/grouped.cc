@@ -11,8 +11,9 @@ namespace {
 
 const char* grouped(const Call& call) {
   return run_grouped_products<FORMAT>(call, [](const ProductCall& p, int64_t) {
-    using Stored = SCALE_TYPE::Stored;
-    return GroupParams<SCALE_TYPE>{SCALE_TYPE(p.weight(2).data<Stored>()), SCALE_TYPE(p.weight(3).data_or_null<Stored>())};
+    using Scale = SCALE_TYPE;
+    using Stored = Scale::Stored;
+    return GroupParams<Scale>{Scale(p.weight(2).data<Stored>()), Scale(p.weight(3).data_or_null<Stored>())};
   });
 }
 

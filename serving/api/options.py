@@ -34,8 +34,6 @@ PARALLEL = {  # axes of the mesh
 MAX_ADAPTERS = 1024
 MAX_ADAPTER_RANK = 256
 MAX_IMAGES = 16  # of a prompt, by default
-# Keys of preprocessor_config.json that can be overridden.
-IMAGE_SIZES = ("min_pixels", "max_pixels", "size", "max_soft_tokens")
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class EngineOptions:
     mm_processor_kwargs: dict[str, Any] | None = flag(
         None,
         MODEL,
-        "Overrides for keys of preprocessor_config.json that size images: min_pixels, max_pixels, "
-        "size, max_soft_tokens.",
+        "Overrides for keys of preprocessor_config.json that size images: min_pixels, max_pixels "
+        "and size, as the model has them.",
         "JSON",
     )
     max_image_pixels: int = flag(
@@ -523,10 +521,6 @@ class EngineOptions:
             raise ModelError(
                 f"limit_mm_per_prompt is {limits!r:.80}; it must be a number of images such as "
                 "{'image': 4}, and 0 for everything else, which is not supported"
-            )
-        if unknown := set(self.mm_processor_kwargs or ()) - set(IMAGE_SIZES):
-            raise ModelError(
-                f"mm_processor_kwargs has {min(unknown)!r}; supported are {', '.join(IMAGE_SIZES)}"
             )
         if not isinstance(self.generation_config, str):
             raise ModelError(

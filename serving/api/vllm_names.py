@@ -19,6 +19,7 @@ COMPILED = "every step is compiled by XLA at startup"
 EXCHANGE = "XLA implements the communication between devices"
 LOADING = "weight files are memory-mapped, and each tensor is read once"
 NO_MEDIA = "docs/images.md describes how images are read; video and audio are not supported"
+NO_EMBEDS = "images are read from pixels, by the model's own tower without adapters"
 STACKS = "the adapters of a weight are stored in one stack, in the model's dtype"
 STATES = (
     "a recurrent layer keeps its state in a slot for each sequence, in one layout and dtype, "
@@ -86,7 +87,7 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "decode_context_parallel_size": unsupported(
         "`context_parallel_size` splits the positions of every page", 1
     ),
-    "default_mm_loras": unsupported(NO_MEDIA),
+    "default_mm_loras": unsupported(NO_EMBEDS),
     "disable_cascade_attn": COMPILED,
     "disable_chunked_mm_input": NO_MEDIA,
     "disable_custom_all_reduce": EXCHANGE,
@@ -97,7 +98,7 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
         "`max_model_len` of at most the window has the same effect"
     ),
     "distributed_executor_backend": "one process drives all devices of a host",
-    "ec_transfer_config": unsupported(NO_MEDIA),
+    "ec_transfer_config": unsupported(NO_EMBEDS),
     "enable_chunked_prefill": "prefill is always chunked",
     "enable_dbo": EXCHANGE,
     "enable_eplb": unsupported("`expert_redundancy` replicates and rebalances the busiest experts"),
@@ -106,7 +107,7 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "enable_log_requests": "prompts are not logged",
     "enable_logging_iteration_details": METRICS,
     "enable_mfu_metrics": METRICS,
-    "enable_mm_embeds": unsupported(NO_MEDIA),
+    "enable_mm_embeds": unsupported(NO_EMBEDS),
     "enable_mm_processor_stats": NO_MEDIA,
     "enable_prompt_embeds": unsupported("prompts are text or token ids"),
     "enable_return_routed_experts": unsupported(ROUTES),
@@ -154,7 +155,7 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "max_parallel_loading_workers": LOADING,
     "media_io_kwargs": NO_MEDIA,
     "mm_encoder_attn_backend": NO_MEDIA,
-    "mm_encoder_only": unsupported(NO_MEDIA),
+    "mm_encoder_only": unsupported(NO_EMBEDS),
     "mm_encoder_tp_mode": NO_MEDIA,
     "mm_processor_cache_gb": NO_MEDIA,
     "mm_processor_cache_type": NO_MEDIA,

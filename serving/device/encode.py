@@ -156,10 +156,6 @@ class MediaEncoder:
     def layer_weights(self, index: int) -> TowerWeights:
         return TowerWeights(None, None, (self.weights.layers[index],), None)
 
-    def begin(self, item: MediaItem, store_rows: list[int]) -> "Encoding":
-        """Begin to compute an item's rows, which go to these rows of the store."""
-        return Encoding(self, item, store_rows)
-
     def sleep(self, keep_weights: bool) -> None:
         """Free the device's memory; kept weights go to host memory."""
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.weights)
@@ -174,7 +170,13 @@ class MediaEncoder:
 
 
 class Encoding:
-    """An item on its way through the tower, which pauses after some layers."""
+    """An item on its way through the tower, in parts of some layers.
+
+    Args:
+        encoder: The encoder.
+        item: The item.
+        store_rows: Where its rows go.
+    """
 
     def __init__(self, encoder: MediaEncoder, item: MediaItem, store_rows: list[int]):
         tower = encoder.tower
@@ -184,7 +186,7 @@ class Encoding:
         self.patches = patches_of(tower, [(item.patches, item.rows, item.columns)], size, 1)
         self.rows_R = np.full(size // tower.group, encoder.num_rows, np.int32)
         self.rows_R[: len(store_rows)] = store_rows
-        self.num_layers = max(1, LAYER_PATCHES[backend()] // size)  # between two pauses
+        self.layers_per_part = max(1, LAYER_PATCHES[backend()] // size)
         self.next_layer = 0
         self.x_TD = self.programs.enter(encoder.entry_weights(), encoder.values_IC, self.patches)
 
@@ -193,15 +195,18 @@ class Encoding:
         return self.next_layer == self.encoder.num_layers
 
     def advance(self, media_RED: Any) -> Any:
-        """Run the layers up to the next pause; returns the store, where results were written."""
+        """Run the next part; returns the store, which has the results of the layers so far."""
         encoder, tower, programs = self.encoder, self.encoder.tower, self.programs
-        for _ in range(self.num_layers):
+        for _ in range(self.layers_per_part):
             index = self.next_layer
             self.x_TD = programs.layer(encoder.layer_weights(index), self.x_TD, self.patches)
             self.next_layer += 1
             if index in tower.deepstack:
                 number = tower.deepstack.index(index)
                 weights = encoder.weights.deepstack[number]
+                # the part ends here, since the written store replaces the one that it was made of
+                if not self.is_done:
+                    return self.write(programs.merge_deepstack, weights, media_RED, 1 + number)
                 media_RED = self.write(programs.merge_deepstack, weights, media_RED, 1 + number)
             if self.is_done:
                 if programs.leave is not None:

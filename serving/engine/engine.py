@@ -124,7 +124,9 @@ class Engine:
             and self.runner.shape.sees_spans
         ):
             raise RequestError(
-                "prompt_logprobs", "cannot be computed with images, which see themselves whole here"
+                "prompt_logprobs",
+                f"is {params.prompt_logprobs}; prompts with images have none with this model: leave "
+                "it out",
             )
         if media is None and self.media_reader is not None:
             self.media_reader.check_text(tokens)
@@ -228,7 +230,12 @@ class Engine:
         requests that end because it failed.
         """
         store = self.runner.media_store
-        if store is None or (pending := store.first_pending()) is None:
+        if store is None:
+            return
+        while (pending := store.first_pending()) and not self.scheduler.sequences_reading(*pending):
+            self.runner.encoding = None
+            store.drop(*pending)  # its requests have ended
+        if pending is None:
             return
         self.has_encoded = True
         try:

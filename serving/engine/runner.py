@@ -414,7 +414,7 @@ class Runner:
         assert self.media_encoder is not None and self.media_store is not None
         if self.encoding is None:
             rows = self.media_store.rows(salt, item, 0, item.num_rows)
-            self.encoding = self.media_encoder.begin(item, rows)
+            self.encoding = Encoding(self.media_encoder, item, rows)
         media_RED = self.encoding.advance(self.state.media_RED)
         self.state = self.state.replace(media_RED=media_RED)
         if self.encoding.is_done:

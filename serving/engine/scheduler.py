@@ -456,6 +456,8 @@ class ReplicaScheduler:
         if draws and len(scores) == self.samples:
             draws = False
             count = count - 1
+            if seq.media is not None and self.shape.sees_spans:
+                count = whole_spans(seq.media, start, count)
         if count <= 0:
             return None
         self.table.insert(seq, seq.num_computed)  # before pages slide out of a window

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 if TYPE_CHECKING:
@@ -48,11 +50,13 @@ class PromptMedia:
     def __init__(self, spans: Sequence[MediaSpan], shifts_AT: np.ndarray):
         self.spans = tuple(spans)
         self.shifts_AT = shifts_AT
-        self.stop = self.spans[-1].stop
+        self.stops = [span.stop for span in self.spans]
+        self.stop = self.stops[-1]
 
     def between(self, start: int, stop: int) -> Iterator[MediaSpan]:
         """The spans that overlap these positions."""
-        return (span for span in self.spans if span.start < stop and span.stop > start)
+        first = bisect_right(self.stops, start)
+        return takewhile(lambda span: span.start < stop, islice(self.spans, first, None))
 
     def shifts(self, start: int, stop: int) -> np.ndarray:
         """The shifts of these positions, [axes, stop - start]."""

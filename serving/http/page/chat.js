@@ -37,6 +37,7 @@ export class Chat {
   #probabilities = recall("probabilities") === true;
   #leaving = false; // the browser may end a stream before the page is gone
   #limit = null;
+  #maxImages = 0; // of a prompt, which has all turns
   #drafts = false; // the engine drafts
   #used = 0;
   #model = null;
@@ -154,7 +155,8 @@ export class Chat {
   /** What the engine says of the request that is being answered. */
   update({ limits, running, waiting, groups, drafts }) {
     this.#limit = limits.max_len;
-    this.#images.limit = limits.max_images ?? 0;
+    this.#maxImages = limits.max_images ?? 0;
+    this.#limitImages();
     this.#drafts = Boolean(drafts);
     find("probabilities").title = `Tint each token by its probability${drafts ? "; green ones were drafted" : ""} (P)`;
     this.#showContext();
@@ -289,7 +291,9 @@ export class Chat {
     keep("current", { id: this.id });
     conversations.write(this.id, (tokens) =>
       this.#turns.map(({ role, text, images, answer }) =>
-        role === "user" ? { text, ...(tokens && images.length && { images }) } : { answer: answer.kept(tokens) },
+        role === "user"
+          ? { text: text || (tokens ? "" : "[image]"), ...(tokens && images.length && { images }) }
+          : { answer: answer.kept(tokens) },
       ),
     );
   }
@@ -351,6 +355,12 @@ export class Chat {
 
   #showSwitch() {
     find("probabilities").ariaChecked = String(this.#probabilities);
+  }
+
+  /** How many images the next message may have. */
+  #limitImages() {
+    const used = this.#turns.reduce((sum, { images }) => sum + (images?.length ?? 0), 0);
+    this.#images.limit = Math.max(0, this.#maxImages - used);
   }
 
   #showContext() {

@@ -72,6 +72,6 @@ function store(id, text) {
 }
 
 function withoutTokens(kept) {
-  const turns = kept.turns.map((turn) => (turn.answer ? { answer: { ...turn.answer, pieces: [] } } : { text: turn.text }));
+  const turns = kept.turns.map((turn) => (turn.answer ? { answer: { ...turn.answer, pieces: [] } } : { text: turn.text || "[image]" }));
   return { ...kept, turns };
 }

@@ -16,9 +16,10 @@ from ..model.images.errors import ImageError
 from ..model.images.header import MAX_PIXELS
 from ..model.images.rule import AreaSizing, ImageRule, LongestSide
 from ..model.multimodal import Multimodal
-from .api.content import MessageImage
+from .api.content import MediaUrl, MessageImage
 from .api.errors import QueueFull, RequestError
 from .api.validation import shown
+from .media_fetcher import MediaFetcher
 from .request.media import MediaItem, MediaSpan, PromptMedia
 
 
@@ -72,6 +73,7 @@ class MediaReader:
         max_patches: Of an image, after it is resized.
         max_images: Of a prompt.
         max_pixels: Of an image before it is resized.
+        fetcher: Reads URLs; None: no URLs are read.
     """
 
     def __init__(
@@ -80,12 +82,14 @@ class MediaReader:
         max_patches: int,
         max_images: int,
         max_pixels: int = MAX_PIXELS,
+        fetcher: MediaFetcher | None = None,
     ):
         self.multimodal = multimodal
         self.rule = limited_rule(multimodal.rule, max_patches)
         self.max_patches = max_patches
         self.max_images = max_images
         self.max_pixels = max_pixels
+        self.fetcher = fetcher or MediaFetcher()
         self.queue = ImageQueue()
 
     @cached_property
@@ -121,9 +125,15 @@ class MediaReader:
         if not images:
             return tokens, None
         if not is_client:
-            return self.place(tokens, [self.item(image) for image in images])
+            return self.place(tokens, [self.item(self.fetch(image)) for image in images])
         with self.queue:
-            return self.place(tokens, [self.client_item(image) for image in images])
+            return self.place(tokens, [self.client_item(self.fetch(image)) for image in images])
+
+    def fetch(self, image: MessageImage) -> MessageImage:
+        """The image with its content, if it has a URL."""
+        if not isinstance(image.content, MediaUrl):
+            return image
+        return image._replace(content=self.fetcher.fetch(image.param, image.content.url))
 
     def client_item(self, image: MessageImage) -> MediaItem:
         """The patches of a client's image, which count until no request needs them."""

@@ -15,8 +15,10 @@ from ..model.towers.checkpoint import load
 from ..model.towers.config import Tower
 from ..model.towers.weights import abstract
 from ..sharding.spec import nbytes
-from .api.options import MAX_IMAGES, PARALLEL, EngineOptions
+from .api.image_options import MAX_IMAGES
+from .api.options import PARALLEL, EngineOptions
 from .device.encode import MediaEncoder, backend
+from .media_fetcher import MediaFetcher
 from .media_reader import MediaReader
 
 log = logging.getLogger("quire")
@@ -114,6 +116,10 @@ def media_of(
         has_one_size=multimodal.rule.fixed_tokens is not None,
     )
     reader = MediaReader(
-        multimodal, max_rows * tower.group, max_images(options), options.max_image_pixels
+        multimodal,
+        max_rows * tower.group,
+        max_images(options),
+        options.max_image_pixels,
+        MediaFetcher(options.allowed_media_domains or (), options.allowed_local_media_path),
     )
     return encoder, reader

@@ -37,7 +37,7 @@ ROOMS = """
     serving/api/errors serving/api/vllm_names serving/api/other_engines serving/api/validation
     serving/speculative/methods serving/speculative/config serving/speculative/draft_state
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
-    serving/cache serving/speculative serving/media_reader
+    serving/cache serving/speculative serving/media_fetcher serving/media_reader
     serving/device/step_shape serving/device/batch serving/device/state serving/device/attend
     serving/speculative/on_device serving/device serving/engine serving/observe
     serving/adapter_store

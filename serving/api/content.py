@@ -8,11 +8,17 @@ from .errors import RequestError
 MEDIA_FIELD = "multi_modal_data"  # of prompts in Python
 
 
+class MediaUrl(NamedTuple):
+    """A URL that has to be fetched."""
+
+    url: str
+
+
 class MessageImage(NamedTuple):
     """An image of a message."""
 
     param: str  # the field that held it
-    content: Any  # the bytes of a file, or in Python a PIL image
+    content: Any  # the bytes of a file, a `MediaUrl`, or in Python a PIL image
 
 
 # A message's text, or its texts and images in order: {"type": "text", "text": ...} and

@@ -11,6 +11,7 @@ from ...model.checkpoint.embedder import Pooling
 from ...model.config import ModelError
 from ..speculative.config import SpeculativeConfig, parse_speculative_config
 from .flags import ADAPTERS, DEVICES, MEMORY, MODEL, OUTPUT, PREFIXES, SPECULATION, flag, no_flag
+from .image_options import check_image_options
 from .other_engines import suggest_name
 from .sizes import FORM, parse_size
 from .validation import shown
@@ -33,7 +34,6 @@ PARALLEL = {  # axes of the mesh
 }
 MAX_ADAPTERS = 1024
 MAX_ADAPTER_RANK = 256
-MAX_IMAGES = 16  # of a prompt, by default
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,16 @@ class EngineOptions:
         MODEL,
         "Maximum number of pixels of an image; larger ones are refused before they are decoded.",
         "N",
+    )
+    allowed_media_domains: Sequence[str] | None = flag(
+        None,
+        MODEL,
+        "Hosts from which images may be fetched (HOST or HOST:PORT); may be given several times.",
+        "HOST",
+        "none: only data: URLs",
+    )
+    allowed_local_media_path: str | None = flag(
+        None, MODEL, "Folder from which file: URLs of images may be read.", "DIR", "none"
     )
     revision: str | None = flag(
         None, MODEL, "Branch, tag or commit of the model on Hugging Face.", "NAME", "main"
@@ -512,16 +522,9 @@ class EngineOptions:
                 isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
             ):
                 raise ModelError(f"{name} is {value!r:.80}; it must map names to values")
-        limits = self.limit_mm_per_prompt
-        if limits is not None and not (
-            isinstance(limits, Mapping)
-            and all(type(limit) is int and limit >= 0 for limit in limits.values())
-            and not any(limit for kind, limit in limits.items() if kind != "image")
-        ):
-            raise ModelError(
-                f"limit_mm_per_prompt is {limits!r:.80}; it must be a number of images such as "
-                "{'image': 4}, and 0 for everything else, which is not supported"
-            )
+        check_image_options(
+            self.limit_mm_per_prompt, self.allowed_media_domains, self.allowed_local_media_path
+        )
         if not isinstance(self.generation_config, str):
             raise ModelError(
                 f"generation_config is {self.generation_config!r}; it can be auto, vllm or a folder"

@@ -56,8 +56,6 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "aggregate_engine_logging": METRICS,
     "all2all_backend": EXCHANGE,
     "allow_deprecated_quantization": "no format is deprecated",
-    "allowed_local_media_path": NO_MEDIA,
-    "allowed_media_domains": NO_MEDIA,
     "async_scheduling": "scheduling is always asynchronous",
     "attention_backend": COMPILED,
     "attention_config": COMPILED,

@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..api.content import Content, image_part, joined_texts, text_part
+from ..api.content import Content, MediaUrl, image_part, joined_texts, text_part
 from ..api.errors import RequestError
 from ..api.validation import shown, unicode_text
 from .objects import Kinds, keep_known_fields, parse_list, parse_typed_object
@@ -45,7 +45,7 @@ def parse_image_url(param: str, part: Mapping[str, Any], ignored: set[str]) -> d
             f"{param}.detail",
             f"must be 'auto' or 'high', got {shown(detail)}; images are read at one resolution",
         )
-    return image_part(name, decode_data_url(name, url))
+    return image_part(name, read_url(name, url))
 
 
 def parse_input_image(param: str, part: dict[str, Any]) -> dict[str, Any]:
@@ -62,21 +62,24 @@ def parse_image_block(param: str, block: dict[str, Any]) -> dict[str, Any]:
     source = parse_typed_object(f"{param}.source", block.get("source"), SOURCES)
     if source["type"] == "url":
         name = f"{param}.source.url"
-        return image_part(name, decode_data_url(name, source.get("url")))
+        return image_part(name, read_url(name, source.get("url")))
     name = f"{param}.source.data"
     return image_part(name, decode_base64(name, source.get("data")))
 
 
-def decode_data_url(param: str, url: Any) -> bytes:
-    """The bytes in a data: URL; its media type is ignored, since the content tells."""
+def read_url(param: str, url: Any) -> bytes | MediaUrl:
+    """The bytes in a data: URL, whose media type is ignored, since the content tells; another URL
+    is fetched later.
+    """
     if not isinstance(url, str):
-        raise RequestError(param, f"must be a data: URL, got {shown(url)}")
+        raise RequestError(param, f"must be a URL, got {shown(url)}")
+    if url[:8].lower().startswith(("http:", "https:", "file:")):
+        return MediaUrl(url)
     header, comma, encoded = url.partition(",")
     if not header.lower().startswith(DATA) or not header.lower().endswith(BASE64) or not comma:
         raise RequestError(
             param,
-            f"must be a data: URL such as 'data:image/png;base64,...', got {shown(url[:64])}; the "
-            "server fetches no URLs",
+            f"must be a URL such as 'data:image/png;base64,...', got {shown(url[:64])}",
         )
     return decode_base64(param, encoded)
 

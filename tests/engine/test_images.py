@@ -22,6 +22,7 @@ from quire.serving.engine.beam_search import BeamSearchParams
 from quire.serving.media_reader import ImageQueue
 from quire.serving.request.media import MediaItem
 from quire.tests.support import tiny_vision
+from quire.tests.support.media import data_url
 from quire.tests.support.tiny_vision import IMAGE, VISION_END, VISION_START
 
 pytest.importorskip("PIL")
@@ -203,6 +204,23 @@ def test_images_are_limited_by_options(folder, prompts):
         assert "quire:images_encoded_total" not in llm.get_metrics()
 
 
+def test_urls_of_images_are_read_where_they_are_allowed(folder, tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(picture_file())
+    messages = [
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        for url in (path.as_uri(), data_url(path.read_bytes()))
+    ]
+    with make_llm(folder, allowed_local_media_path=str(tmp_path)) as llm:
+        by_path, by_data = llm.chat(messages, PARAMS, use_tqdm=False)
+        assert exact_answer(by_path) == exact_answer(by_data)
+        remote = {"type": "image_url", "image_url": "https://photos.example/a.png"}
+        with pytest.raises(
+            RequestError, match="is a URL of 'photos.example', from which the server"
+        ):
+            llm.chat([{"role": "user", "content": [remote]}], PARAMS)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -274,8 +292,6 @@ def picture_file() -> bytes:
 
 def test_chat_reads_pictures_files_and_data_urls(llm):
     from PIL import Image
-
-    from quire.tests.support.media import data_url
 
     file = picture_file()
     image = Image.open(io.BytesIO(file))

@@ -207,7 +207,7 @@ def test_chat_builds_the_same_prompt_as_the_http_api(llm, fields):
         ({"messages": [{"content": "hello"}]}, r"messages\[0\].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "must be a data: URL",
+            "must be a URL",
         ),
         (
             {

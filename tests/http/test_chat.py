@@ -213,7 +213,7 @@ def messages_with_call(**function) -> list[Any]:
         ([{"role": "user", "content": "\ud83d"}], "messages[0].content: must be valid Unicode"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
-            "messages[0].content[0].image_url: must be a data: URL, got None",
+            "messages[0].content[0].image_url: must be a URL, got None",
         ),
         (
             [{"role": "assistant", "content": [{"type": "image_url"}]}],

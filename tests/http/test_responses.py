@@ -523,7 +523,7 @@ def test_assistant_items_merge_into_one_message():
         ({"role": "user"}, "input[0].content: must be a string, got None"),
         (
             {"role": "user", "content": [{"type": "input_image"}]},
-            "input[0].content[0].image_url: must be a data: URL, got None",
+            "input[0].content[0].image_url: must be a URL, got None",
         ),
         (
             {"role": "assistant", "content": [{"type": "input_image"}]},

@@ -1,6 +1,6 @@
 """Shared code of model families: checkpoint names of weights, layers by type, config keys."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +30,17 @@ class Source:
     """The tensors of a checkpoint that make up one leaf of the weight tree."""
 
     parts: tuple[SourceTensor, ...]
-    whole: tuple[SourceTensor, ...] = ()  # alternative: one tensor with all experts stacked
+    # Alternatives: one tensor with all experts stacked, in each layout that checkpoints have.
+    whole: tuple[SourceTensor, ...] = ()
 
-    def found_in(self, names) -> tuple[SourceTensor, ...]:
-        """The tensors that fill the leaf in a checkpoint with tensors of these names."""
-        return self.whole if self.whole and self.whole[0].name in names else self.parts
+    def found_in(self, tensors: Mapping[str, Any]) -> tuple[SourceTensor, ...]:
+        """The tensors that fill the leaf in a checkpoint with these tensors."""
+        if not self.whole or self.whole[0].name not in tensors:
+            return self.parts
+        if len(self.whole) == 1:
+            return self.whole
+        shape = tuple(tensors[self.whole[0].name].shape)
+        return (next((part for part in self.whole if part.shape == shape), self.whole[0]),)
 
 
 def tensor(

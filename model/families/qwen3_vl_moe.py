@@ -19,7 +19,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 
 def layer_sources(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    """Layers of Qwen3-MoE whose stacked experts are [experts, inputs, outputs]."""
+    """Layers of Qwen3-MoE whose stacked experts may also be [experts, inputs, outputs], as in the
+    published checkpoints.
+    """
     weights = sparse_layer_sources(config, index, prefix)
     moe = config.layers[index].moe
     if moe is None:
@@ -32,8 +34,8 @@ def layer_sources(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     down = SourceTensor(f"{experts}.down_proj", (E, F, D))
     return weights.replace(
         moe=weights.moe.replace(
-            up_EDGF=replace(weights.moe.up_EDGF, whole=(up,)),
-            down_EFD=replace(weights.moe.down_EFD, whole=(down,)),
+            up_EDGF=replace(weights.moe.up_EDGF, whole=(*weights.moe.up_EDGF.whole, up)),
+            down_EFD=replace(weights.moe.down_EFD, whole=(*weights.moe.down_EFD.whole, down)),
         )
     )
 

@@ -53,7 +53,8 @@ def test_sources_fill_every_leaf_once(variant):
     names = []
 
     def check(spec, source):
-        for tensors in filter(None, (source.parts, source.whole)):
+        alternatives = [(alternative,) for alternative in source.whole]
+        for tensors in filter(None, (source.parts, *alternatives)):
             filled = np.zeros(spec.shape, np.int8)
             marker = 1
             for tensor in tensors:

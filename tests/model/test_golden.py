@@ -31,7 +31,9 @@ def golden(tmp_path_factory):
 
 
 def test_every_family_has_a_variant():
-    covered = {FAMILIES[variant.config["model_type"]] for variant in (*VARIANTS, *ENCODERS)}
+    configs = [variant.config for variant in (*VARIANTS, *ENCODERS)]
+    configs += [config["text_config"] for config in configs if "text_config" in config]
+    covered = {FAMILIES[config["model_type"]] for config in configs if "model_type" in config}
     assert set(FAMILIES.values()) - covered == {
         ".quill"
     }  # the family without an implementation in transformers
@@ -81,6 +83,7 @@ def test_engine_greedy_tokens_match_transformers(variant, block_size, golden):
     llm = LLM(
         model=str(model.folder),
         skip_tokenizer_init=True,
+        language_model_only=True,
         dtype="float32",
         block_size=block_size,
         max_model_len=variant.max_len,

@@ -60,6 +60,43 @@ QWEN3_MOE = SIZES | {
     "use_sliding_window": False,
     "tie_word_embeddings": False,
 }
+QWEN3_VL_MOE = {
+    "model_type": "qwen3_vl_moe",
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "text_config": SIZES
+    | {
+        "model_type": "qwen3_vl_moe_text",
+        "hidden_act": "silu",
+        "head_dim": 32,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl_moe_vision",
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 1,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    },
+    "image_token_id": 161,
+    "video_token_id": 162,
+    "vision_start_token_id": 163,
+    "vision_end_token_id": 164,
+    "tie_word_embeddings": False,
+}
 GPT_OSS = SIZES | {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -452,6 +489,7 @@ MOE_VARIANTS = [
         "qwen3-moe-bias",
         QWEN3_MOE | {"norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True},
     ),
+    Variant("qwen3-vl-moe", QWEN3_VL_MOE),
     Variant(
         "gpt-oss",
         GPT_OSS

@@ -58,7 +58,7 @@ class MediaFetcher:
             )
         try:
             return download(parts, host, port)
-        except (OSError, http.client.HTTPException, FetchError) as error:
+        except (OSError, UnicodeError, http.client.HTTPException, FetchError) as error:
             reason = str(error) or type(error).__name__
             raise RequestError(param, f"cannot be fetched from {host}: {reason:.200}") from None
 
@@ -110,7 +110,7 @@ def download(parts: SplitResult, host: str, port: int) -> bytes:
             content += chunk
             if len(content) > MAX_BYTES:
                 raise FetchError(f"it has more than {MAX_BYTES >> 20} MiB")
-        if response.length:
+        if response.length or is_late.is_set():  # without a length, a shutdown looks like the end
             raise FetchError("it ended early")
         return bytes(content)
     except (OSError, http.client.HTTPException, FetchError):
@@ -124,8 +124,8 @@ def download(parts: SplitResult, host: str, port: int) -> bytes:
 
 def connect(host: str, port: int, is_encrypted: bool) -> socket.socket:
     """A connection to the first address of a host, all of which must be public."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(entry[4][0]) for entry in found]
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in entries]
     for address in addresses:
         if not is_public(address):
             raise FetchError(f"its address {address} is not public")

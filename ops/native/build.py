@@ -345,7 +345,7 @@ def compile_into(path: Path, command: list[str], isa: str, variant: str) -> None
 def precompiled_headers(command: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
     """Options that include the system's headers, precompiled; none for compilers other than g++.
 
-    A kernel compiles in half to three quarters of the time. The file takes 60 MB, so it is removed
+    They take about a second of each kernel's compilation. The file takes 60 MB, so it is removed
     when this process ends.
     """
     if "Free Software Foundation" not in version(*command):

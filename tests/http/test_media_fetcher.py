@@ -27,6 +27,12 @@ class Handler(BaseHTTPRequestHandler):
             for _ in range(100):  # a header, byte by byte
                 self.wfile.write(b"x")
                 time.sleep(0.05)
+        elif self.path == "/drip":  # a body without a length
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(100):
+                self.wfile.write(b"x")
+                time.sleep(0.05)
         elif self.path == "/short":
             self.send_response(200)
             self.send_header("Content-Length", "99999")
@@ -106,6 +112,8 @@ def test_other_urls_are_not_fetched(server, url):
         ("/missing", "it answered 404"),
         ("/short", "it ended early"),
         ("/slow", "it takes more than 0.5 s"),
+        ("/drip", "it takes more than 0.5 s"),
+        ("/b\u00e9e", "'ascii' codec can't encode"),
     ],
 )
 def test_failed_downloads_say_why(server, monkeypatch, path, message):

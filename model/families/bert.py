@@ -7,10 +7,16 @@ from functools import partial
 
 import numpy as np
 
-from ...ops.norm import LayerNorm
 from ..config import Attention, Dense, Layer, Mlp, ModelConfig
 from ..weights import LayerWeights, ModelWeights
-from .common import Keys, attention_sources, mlp_sources, model_config, scale, tensor
+from .common import (
+    Keys,
+    attention_sources,
+    layer_norm,
+    mlp_sources,
+    model_config,
+    tensor,
+)
 
 NAMES = {  # tensor names of a layer
     "attention.self.query": "self_attn.q_proj", "attention.self.key": "self_attn.k_proj",
@@ -77,14 +83,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         types=keys.count("type_vocab_size", 2),
         pairs=not num_skipped_rows,
     )
-
-
-def vector(name: str, size: int):
-    return tensor(name, (size,), lambda x: x.astype(np.float32))
-
-
-def layer_norm(name: str, size: int) -> LayerNorm:
-    return LayerNorm(scale(f"{name}.weight", size), vector(f"{name}.bias", size))
 
 
 def layer(config: ModelConfig, index: int) -> LayerWeights:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...ops.norm import LayerNorm
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
 from ..mixers.attention import AttentionWeights
 from ..weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights
@@ -53,6 +54,16 @@ def tensor(
 def scale(name: str, size: int, offset: float = 0.0) -> Source:
     """The source of a norm's scale; Gemma's checkpoints store `scale - 1`, so `offset` is 1."""
     return tensor(name, (size,), lambda x: x.astype(np.float32) + offset)
+
+
+def vector(name: str, size: int) -> Source:
+    """The source of a bias in float32."""
+    return tensor(name, (size,), lambda x: x.astype(np.float32))
+
+
+def layer_norm(name: str, size: int) -> LayerNorm:
+    """The sources of a layer norm with a bias."""
+    return LayerNorm(scale(f"{name}.weight", size), vector(f"{name}.bias", size))
 
 
 def linear(out: tuple[int, ...], into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:

@@ -6,8 +6,7 @@ from functools import partial
 from ...ops.norm import LayerNorm
 from ..config import Attention, Dense, Layer, Mlp, ModelConfig, ModelError
 from ..weights import LayerWeights, MlpWeights, ModelWeights
-from .bert import vector
-from .common import Keys, attention_sources, linear, model_config, scale, tensor
+from .common import Keys, attention_sources, linear, model_config, scale, tensor, vector
 
 KINDS = ("sliding_attention", "full_attention")
 

@@ -2,8 +2,15 @@
 
 from ..config import Attention, Layer, ModelConfig, Moe
 from ..weights import LayerWeights, ModelWeights
-from .bert import layer_norm, vector
-from .common import Keys, effective_window, model_config, model_sources, sparse_layer_sources
+from .common import (
+    Keys,
+    effective_window,
+    layer_norm,
+    model_config,
+    model_sources,
+    sparse_layer_sources,
+    vector,
+)
 from .mixtral import canonical as canonical
 
 

@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 
-from ...ops.norm import LayerNorm
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Rope
-from ..families.common import linear, scale, tensor
+from ..families.common import layer_norm, linear, tensor, vector
 from ..families.config_keys import Keys
 from ..mixers.attention import AttentionWeights
 from ..weights import LayerWeights, MlpWeights
@@ -98,14 +97,6 @@ def rope_theta(keys: Keys) -> float:
             "'axial'"
         )
     return params.get("rope_theta", THETA)
-
-
-def vector(name: str, size: int):
-    return tensor(name, (size,), lambda x: x.astype(np.float32))
-
-
-def layer_norm(name: str, size: int) -> LayerNorm:
-    return LayerNorm(scale(f"{name}.weight", size), vector(f"{name}.bias", size))
 
 
 def layer_sources(tower: Tower, index: int, prefix: str) -> LayerWeights:

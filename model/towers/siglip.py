@@ -2,11 +2,8 @@
 
 import math
 
-import numpy as np
-
-from ...ops.norm import LayerNorm
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError
-from ..families.common import attention_sources, linear, scale, tensor
+from ..families.common import attention_sources, layer_norm, linear, scale, tensor, vector
 from ..families.config_keys import Keys
 from ..weights import LayerWeights, MlpWeights
 from .config import Merger, Tower
@@ -68,14 +65,6 @@ def config(vision_config: dict, hf: dict) -> Tower:
     )
     keys.done()
     return tower
-
-
-def vector(name: str, size: int):
-    return tensor(name, (size,), lambda x: x.astype(np.float32))
-
-
-def layer_norm(name: str, size: int) -> LayerNorm:
-    return LayerNorm(scale(f"{name}.weight", size), vector(f"{name}.bias", size))
 
 
 def layer_sources(tower: Tower, index: int, prefix: str) -> LayerWeights:

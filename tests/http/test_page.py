@@ -210,7 +210,7 @@ def test_images_are_attached_and_sent(tab: Tab, stand_in: StandIn):
     expect(attached).to_have_count(0)
     expect(tab.page.locator(".asked .images img")).to_have_count(2)
     expect(tab.page.locator("#attach")).to_be_hidden()  # the conversation has as many as it may
-    stand_in.frame = frame | {"limits": frame["limits"] | {"max_images": 3}}
+    stand_in.frame = frame | {"limits": frame["limits"] | {"max_images": 4}}
     tab.page.reload()
     expect(tab.page.locator(".asked .images img")).to_have_count(2)
     expect(tab.page.locator("#attach")).to_be_visible()

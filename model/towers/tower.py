@@ -22,6 +22,7 @@ class Patches(struct.PyTreeNode):
 
     pixels_TV: Any  # uint8 [T, patch * patch * 3]
     positions_T: Any  # within the image; -1 for padding
+    sees_T: Any  # the last position of the image; -1 for padding
     starts_B1: Any  # image b has the patches starts[b] to starts[b + 1]
     axis_positions_AT: Any  # row and column
     table_rows_TN: Any  # rows of the table of learned positions, between which is interpolated
@@ -42,6 +43,7 @@ def patches_of(
     patches = Patches(
         np.zeros((size, tower.patch_values), np.uint8),
         np.full(size, -1, np.int32),
+        np.full(size, -1, np.int32),
         np.zeros(max_images + 1, np.int32),
         np.zeros((2, size), np.int32),
         np.zeros((size, 4), np.int32),
@@ -53,6 +55,7 @@ def patches_of(
         row_T, column_T = grid_positions(rows, columns, tower.merge)
         patches.pixels_TV[start:stop] = pixels.reshape(rows * columns, -1)
         patches.positions_T[start:stop] = np.arange(rows * columns)
+        patches.sees_T[start:stop] = rows * columns - 1
         patches.axis_positions_AT[:, start:stop] = row_T, column_T
         if tower.positions_side:
             table_rows_TN, table_weights_TN = interpolation(
@@ -115,20 +118,26 @@ def enter(tower: Tower, weights: TowerWeights, values_IC, patches: Patches):
 
 
 def run_layer(
-    tower: Tower, weights: TowerWeights, index: int, x_TD, patches: Patches, hooks: LayerHooks
+    tower: Tower,
+    weights: TowerWeights,
+    index: int,
+    x_TD,
+    patches: Patches,
+    hooks: LayerHooks,
+    cache: Any = None,
 ):
-    """The output of a layer."""
-    (x_TD, _), _ = decoder.run_layers(
+    """The output of a layer, and the cache of the hooks."""
+    (x_TD, _), cache = decoder.run_layers(
         weights.layers[index : index + 1],
         index,
         (x_TD, None),
-        None,
+        cache,
         patches.positions_T,
         tower.model,
         hooks,
         axis_positions_AT=patches.axis_positions_AT,
     )
-    return x_TD
+    return x_TD, cache
 
 
 def leave(tower: Tower, weights: TowerWeights, x_TD):
@@ -173,7 +182,7 @@ def encode(tower: Tower, weights: TowerWeights, values_IC, patches: Patches, hoo
     x_TD = enter(tower, weights, values_IC, patches)
     features = []
     for index in range(len(tower.model.layers)):
-        x_TD = run_layer(tower, weights, index, x_TD, patches, hooks)
+        x_TD, _ = run_layer(tower, weights, index, x_TD, patches, hooks)
         if index in tower.deepstack:
             merger_weights = weights.deepstack[tower.deepstack.index(index)]
             assert tower.deepstack_merger is not None

@@ -5,16 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ...model.config import ModelConfig
 from ...ops import heads as head_ops
-from ...ops.attention import KVPages, QueryRows, new_arrivals, page_dtype, paged_attention
+from ...ops.attention import KVPages, QueryRows, new_arrivals, paged_attention
 from ...ops.attention.backend import AttentionParams
 from ...ops.attention.picking import IndexQueries, sparse_attention
 from ...ops.state_rows import StateRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
+from .media_rows import bits_of
 from .state import State
 
 
@@ -74,24 +74,20 @@ def attend_within(positions_T, starts_B1, longest: int):
     position.
     """
     T = positions_T.shape[0]
-    tables_BM = jnp.minimum(starts_B1[:-1, None] + jnp.arange(min(T, longest)), T - 1).astype(
-        jnp.int32
-    )
+    tables_BM = tables_within(starts_B1, T, longest)
     rows = QueryRows(positions_T, starts_B1, tables_BM, jnp.zeros(T, jnp.int32), new_arrivals())
 
-    def page_each(x_TKH):
-        stored_dtype = page_dtype(x_TKH.dtype)
-        return (
-            x_TKH
-            if stored_dtype == x_TKH.dtype
-            else jax.lax.bitcast_convert_type(x_TKH, stored_dtype)
-        )[:, None]
-
     def attend(index, q_TNH, k_TKH, v_TKH, state: State, params: AttentionParams, sinks_N=None):
-        pages = KVPages(page_each(k_TKH), page_each(v_TKH))
+        pages = KVPages(bits_of(k_TKH)[:, None], bits_of(v_TKH)[:, None])
         return paged_attention(q_TNH, None, None, pages, rows, params, sinks_N)[0], state
 
     return attend
+
+
+def tables_within(starts_B1, T: int, longest: int):
+    """The page table where each of the T rows of a step is a page."""
+    offset_M = jnp.arange(min(T, longest))
+    return jnp.minimum(starts_B1[:-1, None] + offset_M, T - 1).astype(jnp.int32)
 
 
 def recur_with(rows: StateRows):

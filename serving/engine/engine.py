@@ -239,7 +239,7 @@ class Engine:
             return
         self.has_encoded = True
         try:
-            self.runner.encode_media(*pending)
+            self.runner.encode_media(*pending, self.step_seconds)
             if not self.in_flight and self.runner.encoding is not None:
                 self.runner.encoding.wait()  # so that a new request waits for this part only
         except Exception as error:

@@ -409,13 +409,15 @@ class Runner:
         can_fuse = self.max_fused > 1 and plan.decodes and self.batch_builder.can_extend(plan)
         return self.max_fused if can_fuse else 1
 
-    def encode_media(self, salt: Hashable, item: MediaItem) -> None:
-        """Run some layers of the media store's first pending item, after the steps in flight."""
+    def encode_media(self, salt: Hashable, item: MediaItem, step_seconds: float) -> None:
+        """Run a part of the encoder for the media store's first pending item, after the steps in
+        flight. `step_seconds` is the time of a decode step.
+        """
         assert self.media_encoder is not None and self.media_store is not None
         if self.encoding is None:
             rows = self.media_store.rows(salt, item, 0, item.num_rows)
             self.encoding = Encoding(self.media_encoder, item, rows)
-        media_RED = self.encoding.advance(self.state.media_RED)
+        media_RED = self.encoding.advance(self.state.media_RED, step_seconds)
         self.state = self.state.replace(media_RED=media_RED)
         if self.encoding.is_done:
             self.encoding = None

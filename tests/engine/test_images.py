@@ -103,9 +103,12 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
-    with make_llm(folder) as llm:
-        yield llm
+def llm(folder, expected):
+    """An engine whose encoder computes its layers in blocks, where the expected answers' did not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "BLOCK", {"cpu": 24})
+        with make_llm(folder) as llm:
+            yield llm
 
 
 @pytest.fixture(scope="module")
@@ -367,8 +370,8 @@ def test_media_store_serves_the_first_sequence_and_evicts_what_nobody_reads():
 
 
 def test_other_streams_get_tokens_while_an_image_is_encoded(llm, prompts, expected, monkeypatch):
-    """A step runs between the layers of the tower, and changes no bit of the rows."""
-    monkeypatch.setattr(encode, "LAYER_PATCHES", {"cpu": 1})
+    """A step runs between the halves of the tower's layers, and changes no bit of the rows."""
+    monkeypatch.setattr(llm.engine.runner.media_encoder, "products_per_second", 0)
     llm.reset_prefix_cache()
     llm.engine.runner.media_store.forget()
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -378,7 +381,7 @@ def test_other_streams_get_tokens_while_an_image_is_encoded(llm, prompts, expect
     (text_seq,), (image_seq,) = text.sequences, image.sequences
     while not image_seq.num_output:
         llm.engine.step()
-    assert text_seq.num_output > llm.engine.runner.media_encoder.num_layers
+    assert text_seq.num_output > 2 * llm.engine.runner.media_encoder.num_layers
     while not (text.finished and image.finished):
         llm.engine.step()
     assert exact_answer(image.output()) == expected[0]
@@ -386,9 +389,9 @@ def test_other_streams_get_tokens_while_an_image_is_encoded(llm, prompts, expect
 
 
 def test_image_of_an_aborted_request_is_not_encoded(llm, prompts, expected, monkeypatch):
-    monkeypatch.setattr(encode, "LAYER_PATCHES", {"cpu": 1})
     llm.reset_prefix_cache()
     runner = llm.engine.runner
+    monkeypatch.setattr(runner.media_encoder, "products_per_second", 0)
     runner.media_store.forget()
     num_encoded = runner.media_store.num_encoded
     aborted = llm.add(prompts[4], PARAMS)

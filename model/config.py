@@ -297,6 +297,7 @@ class ModelConfig:
     centred: bool = False  # norms subtract the mean: weights keep it at zero, so RMS norms suffice
     per_layer_dim: int = 0  # Gemma 4: width of per-layer embeddings; 0: none
     per_layer_vocab: int = 0
+    media_token: int = 0  # the token whose per-layer embedding rows of images have
     layer_scale: bool = False
     writes: bool = True  # False: hidden states or classes only, no logits
     classes: Classes | None = None

@@ -57,6 +57,7 @@ def embed(
     config: ModelConfig,
     axes: DeviceAxes = ONE_DEVICE,
     types_T=None,
+    media=None,
 ):
     """Embed tokens. Returns the first layer's input: (x_TD, per-layer embeddings TLA or None).
 
@@ -67,6 +68,7 @@ def embed(
         config: The model's config.
         axes: The device axes.
         types_T: Token type ids (BERT's segment ids); all 0 if omitted.
+        media: (which tokens stand for rows of images, those rows), if the model reads images.
     """
     dtype = jnp.dtype(config.dtype)
     x_TD = embedding_lookup(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(
@@ -82,6 +84,10 @@ def embed(
     if config.embed_norm:
         x_TD = norm_alone(x_TD, weights.embed_norm_D, config.norm_eps)
     x_TD = centred(jnp.where(positions_T[:, None] >= 0, x_TD, 0), config)
+    if media is not None:
+        is_media_T, rows_TD = media
+        x_TD = jnp.where(is_media_T[:, None], rows_TD, x_TD)
+        tokens_T = jnp.where(is_media_T, config.media_token, tokens_T)
     return x_TD, per_layer_inputs(
         weights, tokens_T, x_TD, config, axes
     ) if config.per_layer_dim else None

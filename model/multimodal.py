@@ -24,6 +24,7 @@ DEFAULT_SECTIONS = {
 # The model types that read images, and the `model_type` of their towers unless vision_config has it.
 TOWER_KINDS = {
     "gemma3": "siglip_vision_model",
+    "gemma4": "gemma4_vision",
     "mistral3": "pixtral",
     "qwen3_5": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
@@ -32,6 +33,7 @@ TOWER_KINDS = {
 }
 # By model_type: the keys of preprocessor_config.json that can be overridden.
 SIZE_KEYS = {
+    "gemma4": ("max_soft_tokens",),
     "mistral3": ("size",),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), ("min_pixels", "max_pixels", "size")
@@ -39,7 +41,6 @@ SIZE_KEYS = {
 }
 # By model_type: the tokens after each row of an image but the last, and after the last.
 ROW_TOKENS = {"mistral3": ("[IMG_BREAK]", "[IMG_END]")}
-WHOLE_SPANS = ("gemma3",)  # model types in which an image's tokens see all of it
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class ImageLayout:
     prompt_tokens: tuple[int, ...]  # of an image in a prompt, as chat templates write it
     row_break: int | None = None  # after each row but the last
     end: int | None = None  # after the last row
-    # The first token of an image in a prompt's text, before which and after whose last token the
-    # text gets an empty line; None: the text has all tokens.
-    first: int | None = None
-    last: int | None = None
+    # The text of `replaced` in a prompt is replaced by that of `tokens`, between texts `around`;
+    # None: the text has all tokens.
+    replaced: int | None = None
+    tokens: tuple[int, ...] = ()
+    around: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,18 @@ class Multimodal:
     rule: ImageRule
     layout: ImageLayout
     sections: tuple[int, ...]  # rotary pairs that turn by time, row and column; (): text alone
-    sees_spans: bool = False  # an image's tokens see all of it
+    # The layers in which an image's tokens see all of it: "all", "window" (those with a window), or
+    # None.
+    span_layers: str | None = None
+    media_token: int = 0  # see `ModelConfig.media_token`
 
     @property
     def num_axes(self) -> int:
         return len(self.sections)
+
+    @property
+    def sees_spans(self) -> bool:
+        return self.span_layers is not None
 
 
 def is_multimodal(folder: Path, hf_overrides: Mapping[str, Any] | None = None) -> bool:
@@ -109,19 +118,6 @@ def read(
     tower = module_of(kind).config(vision_config | ({"dtype": dtype} if dtype else {}), hf)
     text = hf.get("text_config") or {}
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    placeholder = hf.get("image_token_id", hf.get("image_token_index"))
-    if type(placeholder) is not int:
-        raise ModelError(f"{folder / 'config.json'} lacks 'image_token_id', the placeholder")
-    brackets = hf.get("vision_start_token_id"), placeholder, hf.get("vision_end_token_id")
-    prompt_tokens = tuple(token for token in brackets if token is not None)
-    layout = ImageLayout(
-        placeholder, prompt_tokens, *special_tokens(folder, ROW_TOKENS.get(model_type, ()))
-    )
-    if model_type == "gemma3":
-        first = hf.get("boi_token_index", 255999)
-        layout = replace(
-            layout, prompt_tokens=(first,), first=first, last=hf.get("eoi_token_index", 256000)
-        )
     size_keys = SIZE_KEYS.get(model_type, ())
     if unknown := set(processor_overrides or ()) - set(size_keys):
         raise ModelError(
@@ -133,19 +129,48 @@ def read(
         kind,
         tower,
         rule_from_config(model_type, preprocessor, patch=tower.patch, merge=tower.merge),
-        layout,
+        image_layout(folder, hf),
         tuple(rope.get("mrope_section") or DEFAULT_SECTIONS.get(model_type, ())),
-        model_type in WHOLE_SPANS,
+        span_layers(hf),
+        text.get("pad_token_id") or 0,
     )
 
 
+def image_layout(folder: Path, hf: Mapping[str, Any]) -> ImageLayout:
+    """The tokens of an image in a prompt of a model with this config.json."""
+    model_type = hf["model_type"]
+    placeholder = hf.get("image_token_id", hf.get("image_token_index"))
+    if type(placeholder) is not int:
+        raise ModelError(f"{folder / 'config.json'} lacks 'image_token_id', the placeholder")
+    if model_type == "gemma3":
+        first = hf.get("boi_token_index", 255999)
+        tokens = first, placeholder, hf.get("eoi_token_index", 256000)
+        return ImageLayout(placeholder, (first,), replaced=first, tokens=tokens, around="\n\n")
+    if model_type == "gemma4":
+        tokens = hf.get("boi_token_id", 255999), placeholder, hf.get("eoi_token_id", 258882)
+        return ImageLayout(placeholder, (placeholder,), replaced=placeholder, tokens=tokens)
+    brackets = hf.get("vision_start_token_id"), placeholder, hf.get("vision_end_token_id")
+    prompt_tokens = tuple(token for token in brackets if token is not None)
+    if model_type not in ROW_TOKENS:
+        return ImageLayout(placeholder, prompt_tokens)
+    row_break, end = special_tokens(folder, ROW_TOKENS[model_type])
+    return ImageLayout(placeholder, prompt_tokens, row_break, end)
+
+
+def span_layers(hf: Mapping[str, Any]) -> str | None:
+    """The layers in which an image's tokens see all of it, see `Multimodal.span_layers`."""
+    text = hf.get("text_config") or {}
+    if hf["model_type"] == "gemma4" and text.get("use_bidirectional_attention") == "vision":
+        return "window"
+    return "all" if hf["model_type"] == "gemma3" else None
+
+
 def text_replacement(layout: ImageLayout, token_text: Callable[[int], str]) -> tuple[str, str]:
-    """An image's first token in a prompt's text, and the text that is tokenized in its place."""
-    if layout.first is None or layout.last is None:
+    """The text of an image in a prompt, and the text that is tokenized in its place."""
+    if layout.replaced is None:
         return "", ""
-    first = token_text(layout.first)
-    image = first + token_text(layout.placeholder) + token_text(layout.last)
-    return first, f"\n\n{image}\n\n"
+    image = "".join(map(token_text, layout.tokens))
+    return token_text(layout.replaced), layout.around + image + layout.around
 
 
 def special_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
@@ -183,7 +208,7 @@ def with_images(config: ModelConfig, multimodal: Multimodal) -> ModelConfig:
     columns too, and with attention in which an image sees itself whole, where the model has that.
     """
     if multimodal.sees_spans:
-        tokens = multimodal.rule.fixed_tokens or 0
+        tokens = multimodal.rule.max_tokens
         windows = [getattr(layer.attention, "window", None) or FAR for layer in config.layers]
         if min(windows) < tokens:
             raise ModelError(
@@ -192,9 +217,13 @@ def with_images(config: ModelConfig, multimodal: Multimodal) -> ModelConfig:
             )
         layers = (
             replace(layer, attention=replace(layer.attention, spans=True))
+            if multimodal.span_layers == "all" or getattr(layer.attention, "window", None)
+            else layer
             for layer in config.layers
         )
         config = replace(config, layers=tuple(layers))
+    if config.per_layer_dim:
+        config = replace(config, media_token=multimodal.media_token)
     if not multimodal.sections:
         return config
 

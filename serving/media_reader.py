@@ -14,7 +14,7 @@ from ..model.images.decode import image_size, import_pillow, to_rgb
 from ..model.images.decoder import ImageDecoder, ImagePatches, patches_digest
 from ..model.images.errors import ImageError
 from ..model.images.header import MAX_PIXELS
-from ..model.images.rule import AreaSizing, ImageRule, LongestSide
+from ..model.images.rule import AreaSizing, ImageRule, LongestSide, TokenBudget
 from ..model.multimodal import Multimodal
 from .api.content import MediaUrl, MessageImage
 from .api.errors import QueueFull, RequestError
@@ -261,4 +261,7 @@ def limited_rule(rule: ImageRule, max_patches: int) -> ImageRule:
         groups = math.isqrt(max_patches // rule.merge**2)
         longest = min(sizing.longest, groups * sizing.multiple)
         return replace(rule, sizing=replace(sizing, longest=longest))
+    if isinstance(sizing, TokenBudget):
+        max_tokens = min(sizing.max_tokens, max_patches // rule.merge**2)
+        return replace(rule, sizing=replace(sizing, max_tokens=max_tokens))
     return rule

@@ -60,7 +60,7 @@ def text_only_reason(options: EngineOptions, multimodal: Multimodal | None = Non
     if backend() != "cpu":
         return "images whose tokens attend to later ones are read on CPUs only"
     sized = options.on("cpu")
-    rows = max(sized.max_num_seqs, 16) + (multimodal.rule.fixed_tokens or 0)
+    rows = max(sized.max_num_seqs, 16) + multimodal.rule.max_tokens
     if sized.max_num_batched_tokens < rows:
         return (
             f"a step must hold an image beside other tokens: max_num_batched_tokens is "
@@ -102,9 +102,9 @@ def media_of(
     """The encoder of a model's images, and what reads them from requests."""
     tower = tower_of(config, multimodal)
     max_rows = MEDIA_ROWS[backend()]
-    if set(options.mm_processor_kwargs or ()) & {"max_pixels", "size"}:
-        max_rows = min(multimodal.rule.max_tokens or max_rows, MAX_MEDIA_ROWS[backend()])
-    max_rows = min(multimodal.rule.fixed_tokens or max_rows, max_len, STORE_ROWS)
+    if set(options.mm_processor_kwargs or ()) & {"max_pixels", "max_soft_tokens", "size"}:
+        max_rows = MAX_MEDIA_ROWS[backend()]
+    max_rows = min(multimodal.rule.max_tokens, max_rows, max_len, STORE_ROWS)
     load_tower = partial(load, folder, tower, multimodal.kind)
     log.info("reads images, of up to %d tokens each", max_rows)
     encoder = MediaEncoder(
@@ -113,7 +113,7 @@ def media_of(
         load_tower,
         STORE_ROWS,
         max_rows,
-        has_one_size=multimodal.rule.fixed_tokens is not None,
+        has_one_size=multimodal.rule.has_fixed_size,
     )
     reader = MediaReader(
         multimodal,

@@ -38,7 +38,8 @@ ROOMS = """
     serving/speculative/methods serving/speculative/config serving/speculative/draft_state
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
     serving/cache serving/speculative serving/media_fetcher serving/media_reader
-    serving/device/step_shape serving/device/batch serving/device/state serving/device/attend
+    serving/device/step_shape serving/device/batch serving/device/state serving/device/media_rows
+    serving/device/attend
     serving/speculative/on_device serving/device serving/engine serving/observe
     serving/adapter_store
     serving/defaults serving/vision serving/build serving/follow serving/progress serving/resume serving/chat_prompt

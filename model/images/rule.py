@@ -145,20 +145,22 @@ class ImageRule:
         return (rows // self.merge) * (columns // self.merge)
 
     @property
-    def max_tokens(self) -> int | None:
-        """The tokens of the largest image, where the rule limits their size."""
+    def max_tokens(self) -> int:
+        """The tokens of the largest image."""
         sizing = self.sizing
         side = self.patch * self.merge
         if isinstance(sizing, AreaSizing):
             return max(1, sizing.max_pixels // side**2)
-        return (-(-sizing.longest // side)) ** 2 if isinstance(sizing, LongestSide) else None
+        if isinstance(sizing, TokenBudget):
+            return sizing.max_tokens
+        if isinstance(sizing, FixedSize):
+            return (sizing.side // side) ** 2
+        return (-(-sizing.longest // side)) ** 2
 
     @property
-    def fixed_tokens(self) -> int | None:
-        """The tokens of every image, where all have the same size."""
-        if not isinstance(self.sizing, FixedSize):
-            return None
-        return (self.sizing.side // (self.patch * self.merge)) ** 2
+    def has_fixed_size(self) -> bool:
+        """Whether all images have the same number of tokens."""
+        return isinstance(self.sizing, FixedSize)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; the class of `sizing` is in its key `class`."""

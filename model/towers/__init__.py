@@ -13,6 +13,7 @@ from typing import Any
 from ..config import ModelError
 
 TOWERS = {
+    "gemma4_vision": ".gemma4",
     "pixtral": ".pixtral",
     "siglip_vision_model": ".siglip",
     "qwen3_5": ".qwen3",

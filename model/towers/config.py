@@ -15,7 +15,10 @@ class Merger:
     joins_first: bool = False  # the norm is over the joined patches, not over each
     norm_eps: float = 1e-6
     rms_norm: bool = False  # else the norm of the tower's layers
+    scaled_norm: bool = True  # else an RMS norm without weights
     pools: bool = False  # a group's patches are averaged, not joined
+    pool_scale: float = 1.0  # times the average
+    standardizes: bool = False  # a bias is subtracted from it, and it is scaled
     joined_dim: int | None = None  # of joined patches after a matrix; None: there is no matrix
     bias: bool = True  # of the MLP
 
@@ -31,7 +34,10 @@ class Tower:
     merge: int  # side of a group, in patches
     merger: Merger
     positions_side: int = 0  # side of the square of learned positions; 0: there are none
+    positions_per_axis: int = 0  # learned positions of rows and of columns, whose sum is added
+    centres_pixels: bool = False  # values of 0 to 1 become -1 to 1
     patch_bias: bool = True
+    clips: bool = False  # each matrix of the layers clips its inputs and its outputs
     entry_norm: bool = False  # a norm before the first layer
     exit_norm: bool = False  # a norm after the last layer
     deepstack: tuple[int, ...] = ()  # layers whose output makes further rows

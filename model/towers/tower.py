@@ -25,7 +25,7 @@ class Patches(struct.PyTreeNode):
     sees_T: Any  # the last position of the image; -1 for padding
     starts_B1: Any  # image b has the patches starts[b] to starts[b + 1]
     axis_positions_AT: Any  # row and column
-    table_rows_TN: Any  # rows of the table of learned positions, between which is interpolated
+    table_rows_TN: Any  # rows of the table of learned positions, which are added up
     table_weights_TN: Any
 
 
@@ -63,6 +63,10 @@ def patches_of(
             )
             patches.table_rows_TN[start:stop] = table_rows_TN
             patches.table_weights_TN[start:stop] = table_weights_TN
+        if tower.positions_per_axis:
+            patches.table_rows_TN[start:stop, 0] = row_T
+            patches.table_rows_TN[start:stop, 1] = tower.positions_per_axis + column_T
+            patches.table_weights_TN[start:stop, :2] = 1
         patches.starts_B1[number + 1 :] = stop
         start = stop
     return patches
@@ -105,8 +109,10 @@ def enter(tower: Tower, weights: TowerWeights, values_IC, patches: Patches):
         pixels_TV = jnp.asarray(values_IC)[bytes_TPC, jnp.arange(3)].reshape(
             patches.pixels_TV.shape
         )
+        if tower.centres_pixels:
+            pixels_TV = 2 * (pixels_TV - 0.5)
         x_TD = project("TV,VD->TD", pixels_TV.astype(dtype), weights.patch_VD, weights.patch_bias_D)
-        if tower.positions_side:
+        if tower.positions_side or tower.positions_per_axis:
             entries_TND = weights.position_embed_PD[patches.table_rows_TN].astype(jnp.float32)
             position_TD = jnp.zeros_like(entries_TND[:, 0])
             for n in range(entries_TND.shape[1]):
@@ -151,7 +157,11 @@ def merge(tower: Tower, merger: Merger, w: MergerWeights, x_TD):
     with jax.named_scope("merger"):
         if not merger.joins_first:
             x_TD = norm_alone(x_TD, w.norm, eps)
-        joined_RE = join_patches(x_TD, tower.group, merger.pools)
+        joined_RE = (
+            pool_patches(x_TD, tower.group, merger, w)
+            if merger.pools
+            else x_TD.reshape(-1, tower.group * x_TD.shape[1])
+        )
         if merger.joins_first:
             joined_RE = norm_alone(joined_RE, w.norm, eps)
         if merger.joined_dim:
@@ -163,16 +173,18 @@ def merge(tower: Tower, merger: Merger, w: MergerWeights, x_TD):
         return project("RF,FD->RD", hidden_RF, w.down_FD, w.down_bias_D)
 
 
-def join_patches(x_TD, group: int, pools: bool):
-    """The patches of each group in one row, or their mean."""
-    if not pools:
-        return x_TD.reshape(-1, group * x_TD.shape[1])
+def pool_patches(x_TD, group: int, merger: Merger, w: MergerWeights):
+    """The mean of the patches of each group, scaled and standardised."""
     # added one after the other, so that the order does not depend on the number of rows
     x_RGD = x_TD.reshape(-1, group, x_TD.shape[1]).astype(jnp.float32)
     sum_RD = x_RGD[:, 0]
     for index in range(1, group):
         sum_RD = sum_RD + x_RGD[:, index]
-    return (sum_RD / group).astype(x_TD.dtype)
+    mean_RD = (sum_RD / group).astype(x_TD.dtype)
+    scaled_RD = mean_RD.astype(jnp.float32) * merger.pool_scale
+    if merger.standardizes:
+        scaled_RD = (scaled_RD - w.bias_D) * w.scale_D
+    return scaled_RD.astype(x_TD.dtype)
 
 
 def encode(tower: Tower, weights: TowerWeights, values_IC, patches: Patches, hooks: LayerHooks):

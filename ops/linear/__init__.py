@@ -11,7 +11,9 @@ from .weight import RoundedRows, Weight
 
 # Tried in order: an implementation raises NotImplementedError if it does not support a weight or a
 # product with it.
-IMPLEMENTATIONS = {"adapter": "..adapter", "native": ".cpu", "mosaic": ".gpu", "xla": ".xla"}
+IMPLEMENTATIONS = {
+    "adapter": "..adapter", "clipped": ".clipped", "native": ".cpu", "mosaic": ".gpu", "xla": ".xla",
+}  # fmt: skip
 
 
 def weight_of(w, implementation: str | None = None) -> Weight:

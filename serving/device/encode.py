@@ -12,7 +12,7 @@ import numpy as np
 
 from ...model.config import Attention
 from ...model.mixers import LayerHooks
-from ...model.planning.cost import active_weights, matrix_sizes, score_width
+from ...model.planning.cost import score_width
 from ...model.towers.config import Merger, Tower
 from ...model.towers.tower import Patches, enter, leave, merge, patches_of, run_layer
 from ...model.towers.weights import TowerWeights, abstract
@@ -168,6 +168,11 @@ def rows_from(x_T, start, block: int):
 
 def put_rows(x_T, new_R, start):
     return jax.lax.dynamic_update_slice_in_dim(x_T, new_R, start, 0)
+
+
+def matrix_size(specs: Any) -> int:
+    """The number of elements of all matrices."""
+    return sum(spec.size for spec in jax.tree.leaves(specs) if spec.init == "normal")
 
 
 def backend() -> str:
@@ -335,16 +340,15 @@ class MediaEncoder:
 
     def layer_products(self, index: int, num_patches: int) -> tuple[int, int]:
         """Multiplications for a patch in the two halves of a layer."""
-        config = self.tower.model
-        layer, weights = config.layers[index], self.specs.layers[index]
-        heads = weights.attention.qkv_DGH.size
-        others = round(active_weights(config, layer, weights)) - heads
-        return heads, others + score_width(layer) * num_patches
+        weights = self.specs.layers[index]
+        heads = matrix_size(weights.attention.qkv_DGH)
+        others = matrix_size(weights) - heads
+        return heads, others + score_width(self.tower.model.layers[index]) * num_patches
 
     def merge_products(self, column: int) -> int:
         """Multiplications for a row of the merger that writes to a column."""
         specs = self.specs.deepstack[column - 1] if column else self.specs.merger
-        return sum(matrix_sizes(specs.replace(norm=None)))
+        return matrix_size(specs)
 
     def sleep(self, keep_weights: bool) -> None:
         """Free the device's memory; kept weights go to host memory."""

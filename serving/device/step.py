@@ -354,6 +354,10 @@ def step_of_one(
     first = stage.layers.start
     if stage.is_first:
         types_T = types_in(batch, positions_T) if config.pairs else None
+        media = None
+        if state.media_RED is not None:
+            rows_TD = stored_rows(state.media_RED, batch.media_T, 0, jnp.dtype(config.dtype))
+            media = batch.media_T >= 0, rows_TD
         x = decoder.embed(
             weights,
             axes.rows.local_slice(jnp.pad(tokens_T, (0, spare))),
@@ -361,13 +365,12 @@ def step_of_one(
             config,
             axes,
             types_T,
+            media,
         )
     axis_positions_AT = None if batch.shifts_AT is None else positions_T + batch.shifts_AT
     add_after = None
-    if state.media_RED is not None:
-        x = with_media(x, state.media_RED, batch.media_T)
-        if state.media_RED.shape[1] > 1:
-            add_after = partial(media_after, state.media_RED, batch.media_T, x[0].dtype)
+    if state.media_RED is not None and state.media_RED.shape[1] > 1:
+        add_after = partial(media_after, state.media_RED, batch.media_T, x[0].dtype)
     feature_layers = () if drafter is None else drafter.feature_layers
     features = {}
 
@@ -442,13 +445,6 @@ def step_of_one(
     if config.classes is not None:
         hidden_RD = decoder.classes(weights, hidden_RD)
     return sampled.replace(tokens_R=reported_R), hidden_RD, state
-
-
-def with_media(x, media_RED, media_T):
-    """The first layer's input with the store's rows in place of placeholders' embeddings."""
-    x_TD, per_layer_TLA = x
-    rows_TD = stored_rows(media_RED, media_T, 0, x_TD.dtype)
-    return jnp.where(media_T[:, None] >= 0, rows_TD, x_TD), per_layer_TLA
 
 
 def media_after(media_RED, media_T, dtype, index: int):

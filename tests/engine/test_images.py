@@ -23,7 +23,7 @@ from quire.serving.media_reader import ImageQueue
 from quire.serving.request.media import MediaItem
 from quire.tests.support import tiny_vision
 from quire.tests.support.media import data_url
-from quire.tests.support.tiny_vision import IMAGE, VISION_END, VISION_START
+from quire.tests.support.tiny_vision import IMAGE, IMAGE_END, VISION_END, VISION_START
 
 pytest.importorskip("PIL")
 
@@ -32,10 +32,13 @@ SMALLER = {  # sizes of images
     "qwen3_5": {"shortest_edge": 16 * 16, "longest_edge": 32 * 32},
     "mistral3": {"longest_edge": 32},
 }
+SPAN_TOKENS = {"gemma4": 70}  # of an image that sees itself whole, at most; 16 in others
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "mistral3", "gemma3"])
+@pytest.fixture(
+    scope="module", params=["qwen3_vl", "qwen3_5", "mistral3", "gemma3", "gemma4_spans"]
+)
 def folder(request, tmp_path_factory):
     if not native.serves():
         pytest.skip("XLA sums products in an order that depends on the number of tokens")
@@ -55,6 +58,11 @@ def make_llm(folder, **options) -> LLM:
 
 def llm_kind(folder) -> str:
     return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+def fewest_tokens(folder) -> int:
+    """The smallest `max_num_batched_tokens` with which models of spans read images."""
+    return 16 + SPAN_TOKENS.get(llm_kind(folder), 16)
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -143,8 +151,9 @@ def test_image_answers_do_not_depend_on_chunks_and_evicted_rows(
     folder, prompts, expected, monkeypatch
 ):
     """Steps of few tokens, and a media store with room for one image."""
-    monkeypatch.setattr(vision, "STORE_ROWS", 64)
-    with make_llm(folder, max_num_batched_tokens=33, enable_prefix_caching=False) as llm:
+    monkeypatch.setattr(vision, "STORE_ROWS", 128 if llm_kind(folder) in SPAN_TOKENS else 64)
+    num_tokens = fewest_tokens(folder) + 1
+    with make_llm(folder, max_num_batched_tokens=num_tokens, enable_prefix_caching=False) as llm:
         for _ in range(2):
             assert answers(llm, prompts) == expected
         num_images = sum(len(p.get("multi_modal_data", {}).get("image", [])) for p in prompts)
@@ -154,15 +163,17 @@ def test_image_answers_do_not_depend_on_chunks_and_evicted_rows(
 def test_image_answers_do_not_depend_on_chunks_of_stored_images(folder, prompts, expected, caplog):
     """Steps may begin and end anywhere, but for images that see themselves whole."""
     caplog.set_level("INFO", "quire")
-    options = {"max_num_batched_tokens": 33, "enable_prefix_caching": False}
+    fewest = fewest_tokens(folder)
+    options = {"max_num_batched_tokens": fewest + 1, "enable_prefix_caching": False}
     with make_llm(folder, **options) as llm:
         answers(llm, prompts)
         assert answers(llm, prompts) == expected
         sees_spans = llm.engine.runner.shape.sees_spans
-    if sees_spans:  # 16 tokens of an image beside 16 samples
-        with make_llm(folder, max_num_batched_tokens=31) as llm:
+    if sees_spans:  # an image beside 16 samples
+        with make_llm(folder, max_num_batched_tokens=fewest - 1) as llm:
             assert not llm.reads_images
-        assert "max_num_batched_tokens is 31, and must be at least 32" in caplog.text
+        expected_log = f"max_num_batched_tokens is {fewest - 1}, and must be at least {fewest}"
+        assert expected_log in caplog.text
 
 
 def test_preempted_image_request_answers_the_same(llm, prompts, expected):
@@ -197,8 +208,8 @@ def test_images_are_limited_by_options(folder, prompts):
         (output,) = llm.generate(
             [image_prompt | {"multi_modal_data": {"image": png(fitting)}}], PARAMS, use_tqdm=False
         )
-        # 32 x 32 pixels at most, 8 x 8 of them a token
-        assert output.prompt_token_ids.count(IMAGE) <= 16
+        # 32 x 32 pixels at most, 8 x 8 of them a token, or the smallest budget of Gemma 4
+        assert output.prompt_token_ids.count(IMAGE) <= SPAN_TOKENS.get(llm_kind(folder), 16)
         assert llm.get_metrics()["quire:images_encoded_total"] == 1
     with pytest.raises(ModelError, match="mm_processor_kwargs has 'do_resize'; of .* it can have"):
         make_llm(folder, mm_processor_kwargs={"do_resize": False})
@@ -315,6 +326,10 @@ def test_chat_reads_pictures_files_and_data_urls(llm):
         [{"prompt": prompt, "multi_modal_data": {"image": file}}], PARAMS, use_tqdm=False
     )
     assert len({tuple(output.prompt_token_ids) for output in (*outputs, generated)}) == 1
+    tokens = generated.prompt_token_ids
+    last = max(place for place, token in enumerate(tokens) if token == IMAGE)
+    assert tokens[tokens.index(IMAGE) - 1] == VISION_START
+    assert tokens[last + 1] in (VISION_END, IMAGE_END)
     for output in outputs:
         assert exact_answer(output) == exact_answer(generated)
 
@@ -427,10 +442,12 @@ def test_failed_encoder_ends_only_the_requests_of_the_image(llm, prompts, expect
 def test_clients_images_are_bounded_while_requests_hold_them(llm):
     reader = llm.engine.media_reader
     content = MessageImage("image", picture_file())
-    queue = reader.queue = ImageQueue(max_requests=1, max_bytes=20_000)
     tokens = [5, IMAGE]
+    _, media = reader.read(tokens, [content])
+    image_bytes = media.spans[0].item.patches.nbytes
+    queue = reader.queue = ImageQueue(max_requests=1, max_bytes=2 * image_bytes)
     _, media = reader.read(tokens, [content], is_client=True)
-    assert queue.num_bytes == media.spans[0].item.patches.nbytes
+    assert queue.num_bytes == image_bytes
     with pytest.raises(QueueFull, match="images of waiting requests take"):
         for _ in range(3):
             media = media, reader.read(tokens, [content], is_client=True)

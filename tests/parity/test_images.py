@@ -13,6 +13,9 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.gemma3.image_processing_pil_gemma3 import (  # noqa: E402
     Gemma3ImageProcessorPil,
 )
+from transformers.models.gemma4.image_processing_pil_gemma4 import (  # noqa: E402
+    Gemma4ImageProcessorPil,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import (  # noqa: E402
     PixtralImageProcessorPil,
 )
@@ -42,6 +45,8 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_spans": "Gemma4ForConditionalGeneration",
 }
 NEW_TOKENS = 64
 
@@ -63,6 +68,9 @@ def processed(reference, images) -> dict:
     if kind == "Gemma3ImageProcessor":
         inputs = dict(Gemma3ImageProcessorPil(**settings)(images=list(images), return_tensors="pt"))
         return {"pixel_values": inputs["pixel_values"]}
+    if kind == "Gemma4ImageProcessor":
+        inputs = dict(Gemma4ImageProcessorPil(**settings)(images=list(images), return_tensors="pt"))
+        return {key: inputs[key] for key in ("pixel_values", "image_position_ids")}
     side = settings["patch_size"] * reference.config.spatial_merge_size
     processor = PixtralImageProcessorPil(**settings)
     return dict(
@@ -79,6 +87,8 @@ def reference_rows(reference, pictures) -> list:
             return [torch.cat(output.pooler_output)]
         if reference.config.model_type == "gemma3":
             return [reference.model.get_image_features(**inputs).pooler_output.flatten(0, 1)]
+        if reference.config.model_type == "gemma4":
+            return [torch.cat(list(reference.model.get_image_features(**inputs).pooler_output))]
         output = reference.model.visual(inputs["pixel_values"], inputs["image_grid_thw"])
         return [output.pooler_output, *getattr(output, "deepstack_features", ())]
 
@@ -114,8 +124,10 @@ def place(tokens: list[int], inputs: dict) -> list[int]:
     """The prompt with all tokens of its images."""
     if set(inputs) == {"pixel_values"}:  # all images have as many tokens
         return [token for t in tokens for token in ([t] * 16 if t == IMAGE else [t])]
+    patches = (inputs.get("image_position_ids", torch.zeros(0, 1, 2)) >= 0).all(-1).sum(1)
     images = iter(
-        [[IMAGE] * (int(grid.prod()) // 4) for grid in inputs.get("image_grid_thw", ())]
+        [[IMAGE] * (int(count) // 9) for count in patches]
+        + [[IMAGE] * (int(grid.prod()) // 4) for grid in inputs.get("image_grid_thw", ())]
         + [
             ([IMAGE] * (int(width) // 8) + [ROW_BREAK]) * (int(height) // 8)
             for height, width in inputs.get("image_sizes", ())
@@ -136,7 +148,7 @@ def reference_logprobs(reference, prompt: list[int], answer: list[int], inputs: 
     that of `forward` for a prompt that ends in an image.
     """
     ids = torch.tensor([prompt + answer])
-    if "image_grid_thw" in inputs:
+    if "image_grid_thw" in inputs or "image_position_ids" in inputs:
         inputs = inputs | {"mm_token_type_ids": (ids == IMAGE).int()}
     if reference.config.model_type == "gemma3":
         inputs = inputs | {"token_type_ids": (ids == IMAGE).int()}
@@ -166,7 +178,7 @@ def test_greedy_answers_about_images_equal_transformers(model):
         allowed_token_ids=list(range(256)),  # no placeholder, which the reference would replace
     )
     with LLM(
-        str(folder), dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
+        str(folder), dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=96,
         kv_cache_memory_bytes=16 << 20,
     ) as llm:  # fmt: skip
         outputs = llm.generate(

@@ -36,8 +36,8 @@ The supported values of `model_type` in `config.json`, with the features of each
 a plain decoder. The encoders (`bert`, `modernbert`, `roberta`, `xlm-roberta`, and `gemma3_text`
 with `use_bidirectional_attention`) compute embeddings, classes and scores of text pairs
 ([ranking.md](ranking.md)); all other models generate text. Of multimodal models the text model is
-loaded, and the log lists the tensors that are skipped; `gemma3`, `mistral3`, `qwen3_5`,
-`qwen3_5_moe`, `qwen3_vl` and `qwen3_vl_moe` read images too ([images.md](images.md)).
+loaded, and the log lists the tensors that are skipped; `gemma3`, `gemma4`, `mistral3`,
+`qwen3_5`, `qwen3_5_moe`, `qwen3_vl` and `qwen3_vl_moe` read images too ([images.md](images.md)).
 
 Each model is tested in one or two ways:
 

@@ -18,8 +18,17 @@ SPECIALS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", 
 SPECIALS += ("[IMG_BREAK]", "[IMG_END]")
 VOCAB = 256 + len(SPECIALS)
 START, END, VISION_START, VISION_END, IMAGE, ROW_BREAK, IMAGE_END = range(256, VOCAB)
-OTHERS = ("model.multi_modal_projector.", "lm_head.")  # outside the text model and the tower
+OTHERS = (
+    "model.multi_modal_projector.",
+    "model.embed_vision.",
+    "lm_head.",
+)  # outside the text model and the tower
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
+PROMPT_TEXTS = {  # of an image in the templates of these models
+    "gemma3": "<|vision_start|>",
+    "gemma4": "<|image_pad|>",
+    "gemma4_spans": "<|image_pad|>",
+}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -62,6 +71,43 @@ HYBRID = TEXT | {
     "rope_parameters": MROPE | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "vocab_size": VOCAB,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size": 64,
+        "hidden_size_per_layer_input": 16,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "max_position_embeddings": 4096,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "pad_token_id": 9,
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "patch_size": 4,
+        "position_embedding_size": 80,
+        "use_clipped_linears": True,
+    },
+    "audio_config": None,
+    "boi_token_id": VISION_START,
+    "eoi_token_id": VISION_END,
+}
 CONFIGS = {
     "qwen3_vl": {
         "text_config": TEXT
@@ -141,6 +187,19 @@ CONFIGS = {
         "boi_token_index": VISION_START,
         "eoi_token_index": VISION_END,
     },
+    "gemma4": GEMMA4,  # like E2B and E4B
+    "gemma4_spans": GEMMA4  # like 31B
+    | {
+        "text_config": GEMMA4["text_config"]
+        | {
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 80,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": GEMMA4["vision_config"]
+        | {"use_clipped_linears": False, "standardize": True},
+    },
 }
 QWEN_PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -158,6 +217,10 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
         "patch_size": 4,
         "size": {"longest_edge": 64},
     },
+    **dict.fromkeys(
+        ("gemma4", "gemma4_spans"),
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
+    ),
     "gemma3": {
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": 64, "width": 64},
@@ -167,19 +230,19 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write the folder of a model of this type."""
+    """Write the folder of a model, one of CONFIGS."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[kind] | {
+    config = {
         "model_type": kind,
         "image_token_id": IMAGE,
         "vision_start_token_id": VISION_START,
         "vision_end_token_id": VISION_END,
         "torch_dtype": "float32",
-        "tie_word_embeddings": kind == "gemma3",
-    }
+        "tie_word_embeddings": kind.startswith("gemma"),
+    } | CONFIGS[kind]
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[kind]))
-    write_tokenizer(folder, "<|vision_start|>" if kind == "gemma3" else PLACEHOLDER)
+    write_tokenizer(folder, PROMPT_TEXTS.get(kind, PLACEHOLDER))
     write_weights(folder, seed)
     return folder
 
@@ -203,8 +266,12 @@ def write_weights(folder: Path, seed: int) -> None:
             scale = 0.3 if len(part.shape) < 2 else 1.5 * part.shape[-1] ** -0.5
             is_norm = "norm" in name or "ln_" in name
             offset = 1 if is_norm and name.endswith("weight") else 0
+            if hf["model_type"] == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
+                offset = 0.5  # scores are not scaled: large ones would amplify rounding
             values = offset + scale * rng.standard_normal(part.shape)
-            tensors[name] = values.astype(np.float32)
+            if name.endswith(("_min", "_max")):  # bounds, by which a part of the values is clipped
+                values = (1 + rng.random()) * np.array(1 if name.endswith("_max") else -1)
+            tensors[name] = np.asarray(values, np.float32)
     save_file(tensors, folder / "model.safetensors")
 
 

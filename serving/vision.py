@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..model.config import ModelConfig, ModelError
 from ..model.images.pixels import value_table
+from ..model.images.rule import ImageRule
 from ..model.multimodal import Multimodal, is_multimodal, read
 from ..model.towers.checkpoint import load
 from ..model.towers.config import Tower
@@ -92,6 +93,19 @@ def media_bytes(config: ModelConfig, multimodal: Multimodal) -> int:
     return nbytes(abstract(tower)) + STORE_ROWS * (1 + len(tower.deepstack)) * row_bytes
 
 
+def max_media_rows(rule: ImageRule, platform: str, max_len: int, is_sized: bool = False) -> int:
+    """The largest number of rows of an image.
+
+    Args:
+        rule: How the model reads images.
+        platform: "cpu" or "gpu".
+        max_len: The maximum length of a sequence.
+        is_sized: Whether `mm_processor_kwargs` sets the size of images.
+    """
+    limits = MAX_MEDIA_ROWS if is_sized else MEDIA_ROWS
+    return min(rule.max_tokens, limits[platform], max_len, STORE_ROWS)
+
+
 def media_of(
     folder: Path,
     config: ModelConfig,
@@ -101,10 +115,8 @@ def media_of(
 ) -> tuple[MediaEncoder, MediaReader]:
     """The encoder of a model's images, and what reads them from requests."""
     tower = tower_of(config, multimodal)
-    max_rows = MEDIA_ROWS[backend()]
-    if set(options.mm_processor_kwargs or ()) & {"max_pixels", "max_soft_tokens", "size"}:
-        max_rows = MAX_MEDIA_ROWS[backend()]
-    max_rows = min(multimodal.rule.max_tokens, max_rows, max_len, STORE_ROWS)
+    is_sized = set(options.mm_processor_kwargs or ()) & {"max_pixels", "max_soft_tokens", "size"}
+    max_rows = max_media_rows(multimodal.rule, backend(), max_len, bool(is_sized))
     load_tower = partial(load, folder, tower, multimodal.kind)
     log.info("reads images, of up to %d tokens each", max_rows)
     encoder = MediaEncoder(

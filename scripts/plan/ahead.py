@@ -150,7 +150,7 @@ def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int)
         config = family_for(MODELS[model]).config(MODELS[model], length)
         config = replace(config, quant=quantization, kv_cache_dtype=kv_cache_dtype)
         return config, abstract(config)
-    return command.read(model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    return command.read(model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)[1:]
 
 
 def measure(

@@ -14,6 +14,9 @@ from .. import options as o
 from ..sizes import size
 from ..tables import length_name, table
 from . import meshes as meshes
+from .images import FILES as IMAGE_FILES
+from .images import image_costs
+from .images import text as images_text
 
 MACHINE = "The device"
 SEVERAL = "Several devices"
@@ -112,7 +115,7 @@ def main(
 ) -> None:
     """Estimate the memory of a model's weights and KV cache, and how many sequences fit.
 
-    Reads only config.json, so no weights are downloaded.
+    Reads config.json, and how images are read, so no weights are downloaded.
     """
     from ...model.planning import cost  # not at the top: `--help` must not wait for JAX
 
@@ -128,14 +131,16 @@ def main(
     meshes.check(devices, batch, best)
     share = engine.pop("gpu_memory_utilization", None)
     check_share(share, memory)
-    config, weights = read(model, **engine)
+    folder, config, weights = read(model, **engine)
     if config.encodes and devices is not None:
         raise o.UsageError(
             "--devices proposes meshes for models that write, and this one reads each text in "
             "one step"
         )
+    images = None if devices is not None else image_costs(folder, config, chosen)
+    image_bytes = 0 if images is None else images["bytes"]
     usable, reason = usable_memory(
-        device, chosen.memory, cost.weight_bytes(config, weights), share, memory
+        device, chosen.memory, cost.weight_bytes(config, weights) + image_bytes, share, memory
     )
     lengths = [] if config.encodes else sorted(set(length or default_lengths(config.max_len)))
     result = {
@@ -146,6 +151,7 @@ def main(
         "weight_bytes": cost.weight_bytes(config, weights),
         "kv_bytes_a_token": sum(kind.token_bytes for kind in cost.cache_kinds(config)),
         "state_bytes": cost.state_bytes(config),
+        "images": images,
         "kinds": [
             {
                 "name": kind.name,
@@ -163,14 +169,18 @@ def main(
             {
                 "length": tokens,
                 "kv_bytes": cost.kv_bytes(config, tokens),
-                "sequences_that_fit": cost.sequences_that_fit(config, tokens, usable, weights),
+                "sequences_that_fit": cost.sequences_that_fit(
+                    config, tokens, usable - image_bytes, weights
+                ),
                 "balance_batch": finite(cost.balance_batch(config, tokens, chosen, weights)),
             }
             for tokens in lengths
         ],
         "split": []
         if config.encodes
-        else split(config, usable - cost.weight_bytes(config, weights), chosen.platform),
+        else split(
+            config, usable - image_bytes - cost.weight_bytes(config, weights), chosen.platform
+        ),
     }
     if devices is not None:
         tokens = length[0] if length else min(4096, config.max_len)
@@ -219,14 +229,14 @@ def usable_memory(
 
 
 def read(model: str | None, **engine: Any):
-    """(config, weight specs) of a model folder, a Hugging Face model ID or the bundled model."""
+    """(folder, config, weight specs) of a model folder, a Hugging Face model ID or the bundled model."""
     from ...model.checkpoint import hub
     from ...model.checkpoint.loader import read_config, weight_specs
 
     source = {name: engine.pop(name) for name in ("revision", "download_dir") if name in engine}
-    folder = hub.resolve(model, ["config.json"], **source)
+    folder = hub.resolve(model, ["config.json", *IMAGE_FILES], **source)
     config = read_config(folder, **engine)
-    return config, weight_specs(config)
+    return folder, config, weight_specs(config)
 
 
 def split(config, budget: float, platform: str) -> list[dict]:
@@ -307,6 +317,7 @@ def text(result: dict) -> str:
     return "\n\n".join(
         (
             head,
+            *([] if result["images"] is None else [images_text(result["images"])]),
             table(("KV cache", "layers", "bytes a token", "tokens kept"), kinds),
             used,
             table(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...model.config import Attention
 from ...model.mixers import LayerHooks
-from ...model.planning.cost import score_width
+from ...model.towers import cost
 from ...model.towers.config import Merger, Tower
 from ...model.towers.tower import Patches, enter, leave, merge, patches_of, run_layer
 from ...model.towers.weights import TowerWeights, abstract
@@ -168,11 +168,6 @@ def rows_from(x_T, start, block: int):
 
 def put_rows(x_T, new_R, start):
     return jax.lax.dynamic_update_slice_in_dim(x_T, new_R, start, 0)
-
-
-def matrix_size(specs: Any) -> int:
-    """The number of elements of all matrices."""
-    return sum(spec.size for spec in jax.tree.leaves(specs) if spec.init == "normal")
 
 
 def backend() -> str:
@@ -334,21 +329,11 @@ class MediaEncoder:
             return TowerWeights(None, None, (), weights.deepstack[column - 1])
         return TowerWeights(None, None, (), weights.merger, exit_norm=weights.exit_norm)
 
-    def entry_products(self) -> int:
-        """Multiplications for a patch before the first layer."""
-        return self.tower.patch_values * self.tower.model.dim
-
-    def layer_products(self, index: int, num_patches: int) -> tuple[int, int]:
-        """Multiplications for a patch in the two halves of a layer."""
-        weights = self.specs.layers[index]
-        heads = matrix_size(weights.attention.qkv_DGH)
-        others = matrix_size(weights) - heads
-        return heads, others + score_width(self.tower.model.layers[index]) * num_patches
-
     def merge_products(self, column: int) -> int:
         """Multiplications for a row of the merger that writes to a column."""
-        specs = self.specs.deepstack[column - 1] if column else self.specs.merger
-        return matrix_size(specs)
+        return cost.merge_products(
+            self.specs.deepstack[column - 1] if column else self.specs.merger
+        )
 
     def sleep(self, keep_weights: bool) -> None:
         """Free the device's memory; kept weights go to host memory."""
@@ -421,9 +406,11 @@ class Encoding:
     def all_blocks(self) -> Iterator[Block]:
         """The blocks in their order; each is run before the next is asked for."""
         encoder, deepstack = self.encoder, self.encoder.tower.deepstack
-        yield from self.patch_blocks(self.enter, encoder.entry_products())
+        yield from self.patch_blocks(self.enter, cost.entry_products(encoder.tower))
         for index in range(encoder.num_layers):
-            head_products, other_products = encoder.layer_products(index, self.num_patches)
+            head_products, other_products = cost.layer_products(
+                encoder.tower, encoder.specs, index, self.num_patches
+            )
             yield from self.patch_blocks(partial(self.project, index), head_products)
             yield from self.patch_blocks(partial(self.finish, index), other_products)
             buffers = self.buffers

@@ -298,3 +298,34 @@ def test_plan_of_an_encoder_has_no_kv_cache(tmp_path):
     assert "it reads each text in one step, and keeps no KV cache" in result.output
     result = CliRunner().invoke(app, ["plan", str(tmp_path), "--devices", "2"])
     assert "--devices proposes meshes for models that write" in str(result.exception)
+
+
+def test_plan_of_a_model_that_reads_images_counts_its_tower(tmp_path):
+    config = PUBLISHED_MORE["Qwen3-VL-4B-Instruct"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text_only = json.loads(CliRunner().invoke(app, ["plan", str(tmp_path), "--json"]).stdout)
+    assert text_only["images"] is None
+    preprocessor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": 16,
+        "merge_size": 2,
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
+    images = json.loads(result.stdout)["images"]
+    D, F, patches, rows = 1024, 4096, 3072, 768
+    layers = 24 * patches * (4 * D * D + 2 * D * F + 2 * patches * D)
+    mergers = 4 * rows * (4 * D * 4 * D + 4 * D * 2560)  # one, and three of the deepstack
+    operations = 2 * (patches * 3 * 16 * 16 * D + layers + mergers)
+    assert (images["tokens"], images["max_tokens"]) == (rows, 4096)
+    assert images["seconds"] == pytest.approx(operations / cost.DEVICES["h100"].flops)
+    store = 8192 * 4 * 2560 * 2
+    matrices = 24 * (4 * D * D + 2 * D * F) + 4 * (16 * D * D + 4 * D * 2560)
+    assert images["bytes"] == pytest.approx(store + 2 * matrices, rel=0.02)
+    text = CliRunner().invoke(app, ["plan", str(tmp_path)]).stdout
+    assert "1024 x 768\npixels takes 768 tokens" in text
+    fits = text_only["lengths"][0]["sequences_that_fit"]
+    assert json.loads(result.stdout)["lengths"][0]["sequences_that_fit"] < fits

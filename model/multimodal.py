@@ -111,13 +111,36 @@ def read(
         processor_overrides: Overrides for keys of preprocessor_config.json.
     """
     hf = read_config_json(folder, hf_overrides, embeds=True)
-    model_type = hf["model_type"]
-    vision_config = hf["vision_config"]
-    kind = tower_kind(hf)
-    dtype = vision_config.get("dtype") or hf.get("dtype") or hf.get("torch_dtype")
-    tower = module_of(kind).config(vision_config | ({"dtype": dtype} if dtype else {}), hf)
     text = hf.get("text_config") or {}
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    tower = read_tower(hf)
+    return Multimodal(
+        tower_kind(hf),
+        tower,
+        read_rule(folder, hf, tower, processor_overrides),
+        image_layout(folder, hf),
+        tuple(rope.get("mrope_section") or DEFAULT_SECTIONS.get(hf["model_type"], ())),
+        span_layers(hf),
+        text.get("pad_token_id") or 0,
+    )
+
+
+def read_tower(hf: Mapping[str, Any]) -> Tower:
+    """The tower of a model with this config.json, which has one of TOWERS."""
+    vision_config = hf["vision_config"]
+    dtype = vision_config.get("dtype") or hf.get("dtype") or hf.get("torch_dtype")
+    tower_module = module_of(tower_kind(hf))
+    return tower_module.config(vision_config | ({"dtype": dtype} if dtype else {}), hf)
+
+
+def read_rule(
+    folder: Path,
+    hf: Mapping[str, Any],
+    tower: Tower,
+    processor_overrides: Mapping[str, Any] | None = None,
+) -> ImageRule:
+    """How the model of a folder turns an image into patches."""
+    model_type = hf["model_type"]
     size_keys = SIZE_KEYS.get(model_type, ())
     if unknown := set(processor_overrides or ()) - set(size_keys):
         raise ModelError(
@@ -125,15 +148,7 @@ def read(
             f"{', '.join(size_keys) or 'nothing'}"
         )
     preprocessor = {**read_preprocessor(folder), **(processor_overrides or {})}
-    return Multimodal(
-        kind,
-        tower,
-        rule_from_config(model_type, preprocessor, patch=tower.patch, merge=tower.merge),
-        image_layout(folder, hf),
-        tuple(rope.get("mrope_section") or DEFAULT_SECTIONS.get(model_type, ())),
-        span_layers(hf),
-        text.get("pad_token_id") or 0,
-    )
+    return rule_from_config(model_type, preprocessor, patch=tower.patch, merge=tower.merge)
 
 
 def image_layout(folder: Path, hf: Mapping[str, Any]) -> ImageLayout:
@@ -191,16 +206,18 @@ def special_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
     return [ids[text] for text in texts]
 
 
+def has_preprocessor(folder: Path) -> bool:
+    """Whether the folder says how images are read."""
+    return any((folder / name).is_file() for name in (PREPROCESSOR, PROCESSOR))
+
+
 def read_preprocessor(folder: Path) -> dict[str, Any]:
     """How the folder says that images are read."""
     for name in (PREPROCESSOR, PROCESSOR):
         if (folder / name).is_file():
             settings = read_json(folder / name)
             return settings.get("image_processor", settings)
-    raise ModelError(
-        f"{folder / PREPROCESSOR} is missing, which says how images are read; language_model_only "
-        "serves text without it"
-    )
+    raise ModelError(f"{folder / PREPROCESSOR} is missing, which says how images are read")
 
 
 def with_images(config: ModelConfig, multimodal: Multimodal) -> ModelConfig:

@@ -278,7 +278,7 @@ def make_runner(
         native.prepare(kernels_of(source.config)).result()
     load_weights = partial(load, folder, config, placement, options, source)
     weights = None
-    tower_bytes = 0 if multimodal is None else media_bytes(config, multimodal)
+    tower_bytes = 0 if multimodal is None else media_bytes(config, multimodal.tower)
     check_memory(options, weight_bytes(config, loader.weight_specs(config)) + tower_bytes)
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
@@ -312,7 +312,7 @@ def make_runner(
     media_encoder = media_reader = None
     if multimodal is not None:
         progress("loading the vision tower")
-        native.prepare(kernels_of(tower_of(config, multimodal).model)).result()
+        native.prepare(kernels_of(tower_of(config, multimodal.tower).model)).result()
         media_encoder, media_reader = media_of(folder, config, multimodal, max_len, options)
     runner = Runner(
         config,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..model.config import ModelConfig, ModelError
 from ..model.images.pixels import value_table
 from ..model.images.rule import ImageRule
-from ..model.multimodal import Multimodal, is_multimodal, read
+from ..model.multimodal import Multimodal, has_preprocessor, is_multimodal, read
 from ..model.towers.checkpoint import load
 from ..model.towers.config import Tower
 from ..model.towers.weights import abstract
@@ -28,11 +28,14 @@ log = logging.getLogger("quire")
 MEDIA_ROWS = {"cpu": 1024, "gpu": 4096}
 MAX_MEDIA_ROWS = {"cpu": 2048, "gpu": 8192}
 STORE_ROWS = 8192  # of the device's media store
+SPANS_ON_CPUS = "images whose tokens attend to later ones are read on CPUs only"
 
 
 def multimodal_of(folder: Path, options: EngineOptions) -> Multimodal | None:
     """How the model reads images; None if it serves text only, see `text_only_reason`."""
     if text_only_reason(options) or not is_multimodal(folder, options.hf_overrides):
+        return None
+    if not has_preprocessor(folder):
         return None
     try:
         multimodal = read(folder, options.hf_overrides, options.mm_processor_kwargs)
@@ -59,7 +62,7 @@ def text_only_reason(options: EngineOptions, multimodal: Multimodal | None = Non
     if multimodal is None or not multimodal.sees_spans:
         return None
     if backend() != "cpu":
-        return "images whose tokens attend to later ones are read on CPUs only"
+        return SPANS_ON_CPUS
     sized = options.on("cpu")
     rows = max(sized.max_num_seqs, 16) + multimodal.rule.max_tokens
     if sized.max_num_batched_tokens < rows:
@@ -75,20 +78,22 @@ def explain_text_only(folder: Path, options: EngineOptions) -> None:
     if not is_multimodal(folder, options.hf_overrides):
         return
     reason = text_only_reason(options)
+    if reason is None and not has_preprocessor(folder):
+        reason = "preprocessor_config.json is missing, which says how images are read"
     if reason is None:
-        reason = text_only_reason(options, read(folder, options.hf_overrides))
+        multimodal = read(folder, options.hf_overrides, options.mm_processor_kwargs)
+        reason = text_only_reason(options, multimodal)
     log.info("the model serves text only: %s", reason)
 
 
-def tower_of(config: ModelConfig, multimodal: Multimodal) -> Tower:
-    """The tower, in the dtype of the text model."""
-    tower = multimodal.tower
+def tower_of(config: ModelConfig, tower: Tower) -> Tower:
+    """The tower in the dtype of the text model."""
     return replace(tower, model=replace(tower.model, dtype=config.dtype))
 
 
-def media_bytes(config: ModelConfig, multimodal: Multimodal) -> int:
+def media_bytes(config: ModelConfig, tower: Tower) -> int:
     """Bytes of the tower's weights and of the media store."""
-    tower = tower_of(config, multimodal)
+    tower = tower_of(config, tower)
     row_bytes = tower.merger.out * jnp.dtype(config.dtype).itemsize
     return nbytes(abstract(tower)) + STORE_ROWS * (1 + len(tower.deepstack)) * row_bytes
 
@@ -114,9 +119,11 @@ def media_of(
     options: EngineOptions,
 ) -> tuple[MediaEncoder, MediaReader]:
     """The encoder of a model's images, and what reads them from requests."""
-    tower = tower_of(config, multimodal)
-    is_sized = set(options.mm_processor_kwargs or ()) & {"max_pixels", "max_soft_tokens", "size"}
-    max_rows = max_media_rows(multimodal.rule, backend(), max_len, bool(is_sized))
+    tower = tower_of(config, multimodal.tower)
+    is_sized = bool(
+        set(options.mm_processor_kwargs or ()) & {"max_pixels", "max_soft_tokens", "size"}
+    )
+    max_rows = max_media_rows(multimodal.rule, backend(), max_len, is_sized)
     load_tower = partial(load, folder, tower, multimodal.kind)
     log.info("reads images, of up to %d tokens each", max_rows)
     encoder = MediaEncoder(

@@ -146,11 +146,16 @@ class ImageRule:
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the largest image."""
+        """An upper bound of an image's tokens."""
         sizing = self.sizing
         side = self.patch * self.merge
         if isinstance(sizing, AreaSizing):
-            return max(1, sizing.max_pixels // side**2)
+            most, fewest = (pixels / side**2 for pixels in (sizing.max_pixels, sizing.min_pixels))
+            ratio = sizing.max_ratio
+            one_row = math.sqrt(most * ratio)  # of the longest image that is one token high
+            # both sides are rounded up
+            enlarged = fewest + math.sqrt(fewest * ratio) + math.sqrt(fewest / ratio) + 1
+            return math.floor(max(1, most, one_row, enlarged))
         if isinstance(sizing, TokenBudget):
             return sizing.max_tokens
         if isinstance(sizing, FixedSize):

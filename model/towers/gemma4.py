@@ -36,13 +36,14 @@ def config(vision_config: dict, hf: dict) -> Tower:
             f"vision_config: head_dim = {H}; half of a head's rotary pairs turn by the column and "
             "half by the row, so it must be a multiple of 4"
         )
-    parameters = keys("rope_parameters", None) or {}
-    if parameters.get("rope_type", "axial") not in ("axial", "default"):
+    parameters = Keys(keys("rope_parameters", None) or {}, "vision_config.rope_parameters")
+    if (kind := parameters("rope_type", "axial")) not in ("axial", "default"):
         raise ModelError(
-            f"vision_config: rope_parameters.rope_type = {parameters['rope_type']!r} is not "
-            "supported; supported is 'axial'"
+            f"vision_config: rope_parameters.rope_type = {kind!r} is not supported; supported is "
+            "'axial'"
         )
-    theta = parameters.get("rope_theta", THETA)
+    theta = parameters.positive("rope_theta", THETA)
+    parameters.done()
     pairs = H // 4
     frequencies = tuple(theta ** (-n / pairs) for n in range(pairs))
     rope = Rope(frequencies * 2, axes=(1,) * pairs + (0,) * pairs)
@@ -50,10 +51,9 @@ def config(vision_config: dict, hf: dict) -> Tower:
         heads=N, kv_heads=K, head_dim=H, scale=1.0, rope=rope, qk_norm="head", v_norm=True,
         both_ways=True,
     )  # fmt: skip
-    activation = Keys({"hidden_activation": "gelu_pytorch_tanh"} | vision_config).activation(
-        "hidden_activation"
-    )
-    keys.ignore("hidden_activation")
+    keys("hidden_activation", "")
+    given = vision_config.get("hidden_activation") or "gelu_pytorch_tanh"
+    activation = Keys({"hidden_activation": given}).activation("hidden_activation")
     mlp = Mlp(keys.count("intermediate_size", 3072), activation)
     norm_eps = keys.positive("rms_norm_eps", 1e-6)
     tower = Tower(

@@ -1,1 +1,1 @@
-"""`quire plan`: estimate memory, batch sizes and meshes from a model's config.json."""
+"""`quire plan`: estimate memory, batch sizes and meshes from a model's configuration."""

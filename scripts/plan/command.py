@@ -1,5 +1,5 @@
 """`quire plan`: estimate a model's memory, and the batch size at which decoding becomes
-compute-bound, from config.json alone.
+compute-bound, from its configuration files alone.
 """
 
 import json
@@ -138,7 +138,7 @@ def main(
             "one step"
         )
     images = None if devices is not None else image_costs(folder, config, chosen)
-    image_bytes = 0 if images is None else images["bytes"]
+    image_bytes = 0 if images is None else images.get("bytes", 0)
     usable, reason = usable_memory(
         device, chosen.memory, cost.weight_bytes(config, weights) + image_bytes, share, memory
     )

@@ -257,16 +257,16 @@ class MediaEncoder:
         merge = self.tower.merge
         columns = merge * self.merged_rows(self.sizes[0])
         grey = np.full((merge * columns, self.tower.patch_values), 99, np.uint8)
-        products, seconds = 0, 1.0
-        for _ in range(2):  # the first time has costs of its own
+        fastest = 0.0
+        for _ in range(5):
             encoding = Encoding(self, MediaItem(0, grey, merge, columns, 0), [])
             encoding.run_block()
             encoding.wait()
             began = perf_counter()
             products = encoding.run_block() + encoding.run_block()  # a layer
             encoding.wait()
-            seconds = perf_counter() - began
-        return products / seconds
+            fastest = max(fastest, products / (perf_counter() - began))
+        return fastest
 
     def calls(self, size: int, media_RED: Any) -> EncoderPrograms:
         """The calls that are compiled for a size."""

@@ -90,7 +90,8 @@ class Engine:
         self.deadlines = Deadlines()
         self.in_flight: deque[InFlightStep] = deque()  # the oldest first
         self.has_encoded = False  # media, since the last launch
-        self.step_seconds = 1.0  # mean of the latest decode steps
+        # mean of the latest decode steps; 1 before the first
+        self.step_seconds = min(1.0, runner.decode_seconds or 1.0)
         self.last_collected = 0.0  # when the latest results were there
 
     def add(

@@ -103,6 +103,7 @@ class Runner:
         # the same without the drafter, for decode steps that have no drafts
         self.without_drafter: dict[Size, Any] = {}
         self.draft_prefills: dict[Size, Any] = {}  # for rows that only the drafter computes
+        self.decode_seconds: float | None = None  # of a step, where media are encoded beside it
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
         self.write_adapter: Any = None  # the program that puts an adapter into a slot
@@ -243,6 +244,8 @@ class Runner:
             jax.block_until_ready(self.step(size, False, layout.nothing))
         if self.shape.max_drafts:
             self.measure()
+        if self.media_encoder is not None:
+            self.decode_seconds = self.measure_decode()
         row = SlotState(
             *(np.zeros(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(self.state.slots))
         )
@@ -290,6 +293,12 @@ class Runner:
                 min(shortest[larger, n] for larger in sizes) for n in (0, max_drafts)
             )
             self.step_seconds[size] = plain_seconds, max(0.0, drafting - plain_seconds) / max_drafts
+
+    def measure_decode(self) -> float:
+        """The time of a step of the smallest size."""
+        size, layout = next(iter(self.batch_builder.layouts.items()))
+        buffer = self.batch_builder.busy(layout, 0)
+        return min(self.timed(size, buffer) for _ in range(3))
 
     def timed(self, size: Size, buffer: np.ndarray) -> float:
         began = time.perf_counter()

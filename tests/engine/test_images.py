@@ -37,7 +37,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=Tru
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_vl", "qwen3_5", "mistral3", "gemma3", "gemma4_spans"]
+    scope="module", params=["qwen3_vl", "qwen3_5", "mistral3", "gemma3", "gemma4", "gemma4_spans"]
 )
 def folder(request, tmp_path_factory):
     if not native.serves():
@@ -401,6 +401,21 @@ def test_other_streams_get_tokens_while_an_image_is_encoded(llm, prompts, expect
         llm.engine.step()
     assert exact_answer(image.output()) == expected[0]
     assert list(text.output().outputs[0].token_ids)[:12] == expected[3][0]
+
+
+def test_model_whose_folder_lacks_the_preprocessor_serves_text(tmp_path, caplog):
+    caplog.set_level("INFO", "quire")
+    folder = tiny_vision.write(tmp_path, "qwen3_vl")
+    (folder / "preprocessor_config.json").unlink()
+    with make_llm(folder) as llm:
+        assert not llm.reads_images
+    assert "text only: preprocessor_config.json is missing" in caplog.text
+
+
+def test_time_of_a_decode_step_is_known_before_the_first_image(folder):
+    with make_llm(folder) as llm:
+        assert 0 < llm.engine.step_seconds < 1
+        assert llm.engine.runner.media_encoder.products_per_second > 0
 
 
 def test_image_of_an_aborted_request_is_not_encoded(llm, prompts, expected, monkeypatch):

@@ -346,6 +346,19 @@ def test_gemma_tokens_of_known_sizes():
     assert value_table(rule)[255].tolist() == [1, 1, 1]
 
 
+def test_no_image_has_more_tokens_than_the_rule_says():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        most = int(rng.integers(1, 400))
+        fewest = int(rng.integers(1, most + 1))
+        size = {"shortest_edge": fewest * 32 * 32, "longest_edge": most * 32 * 32}
+        rule = rule_from_config("qwen3_vl", {"patch_size": 16, "size": size})
+        short = int(rng.integers(1, 2000))
+        long = short * int(rng.integers(1, 201))
+        width, height = rng.permutation([short, long]).tolist()
+        assert rule.num_tokens(width, height) <= rule.max_tokens
+
+
 def test_top_level_min_and_max_pixels_override_the_size():
     config = QWEN3 | {"min_pixels": 3136, "max_pixels": 50_176}
     rule = rule_from_config("qwen2_5_vl", config)

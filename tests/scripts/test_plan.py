@@ -15,6 +15,7 @@ from quire.model.config import Attention, LatentAttention, Layer, ModelConfig, M
 from quire.model.planning import cost
 from quire.serving.device.state import page_bytes
 from quire.sharding.spec import nbytes
+from quire.tests.support import tiny_vision
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.plan_configs import LLAMA, PUBLISHED, random_config
 from quire.tests.support.published_more import PUBLISHED_MORE
@@ -298,6 +299,22 @@ def test_plan_of_an_encoder_has_no_kv_cache(tmp_path):
     assert "it reads each text in one step, and keeps no KV cache" in result.output
     result = CliRunner().invoke(app, ["plan", str(tmp_path), "--devices", "2"])
     assert "--devices proposes meshes for models that write" in str(result.exception)
+
+
+def test_plan_leaves_out_images_that_are_not_read_or_not_understood(tmp_path):
+    tiny_vision.write(tmp_path, "gemma4_spans")
+    result = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert "images are left out: images whose tokens attend to later ones" in result.stdout
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--device", "cpu"])
+    assert "pixels takes 63 tokens" in result.stdout
+    tiny_vision.write(tmp_path, "mistral3")
+    (tmp_path / "tokenizer.json").unlink()  # is not fetched for a plan
+    result = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert result.exit_code == 0 and "pixels takes " in result.stdout
+    settings = tiny_vision.PREPROCESSORS["mistral3"] | {"do_pan_and_scan": True}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert "images are left out: do_pan_and_scan is True" in result.stdout
 
 
 def test_plan_of_a_model_that_reads_images_counts_its_tower(tmp_path):

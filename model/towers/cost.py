@@ -6,7 +6,7 @@ import jax
 
 from ..planning.cost import score_width
 from .config import Tower
-from .weights import MergerWeights, TowerWeights, abstract
+from .weights import TowerWeights, abstract
 
 
 def matrix_size(specs: Any) -> int:
@@ -29,11 +29,6 @@ def layer_products(
     return heads, others + score_width(tower.model.layers[index]) * num_patches
 
 
-def merge_products(specs: MergerWeights) -> int:
-    """Multiplications for a row of a merger."""
-    return matrix_size(specs)
-
-
 def image_operations(tower: Tower, num_patches: int) -> int:
     """Multiplications and additions for an image."""
     specs = abstract(tower)
@@ -41,6 +36,6 @@ def image_operations(tower: Tower, num_patches: int) -> int:
         sum(layer_products(tower, specs, index, num_patches))
         for index in range(len(tower.model.layers))
     )
-    mergers = sum(map(merge_products, (specs.merger, *specs.deepstack)))
+    mergers = matrix_size((specs.merger, specs.deepstack))
     num_rows = num_patches // tower.group
     return 2 * (num_patches * (entry_products(tower) + layers) + num_rows * mergers)

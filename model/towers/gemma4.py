@@ -51,9 +51,8 @@ def config(vision_config: dict, hf: dict) -> Tower:
         heads=N, kv_heads=K, head_dim=H, scale=1.0, rope=rope, qk_norm="head", v_norm=True,
         both_ways=True,
     )  # fmt: skip
-    keys("hidden_activation", "")
-    given = vision_config.get("hidden_activation") or "gelu_pytorch_tanh"
-    activation = Keys({"hidden_activation": given}).activation("hidden_activation")
+    act = keys("hidden_activation", "gelu_pytorch_tanh")
+    activation = Keys({"hidden_activation": act}).activation("hidden_activation")
     mlp = Mlp(keys.count("intermediate_size", 3072), activation)
     norm_eps = keys.positive("rms_norm_eps", 1e-6)
     tower = Tower(
@@ -144,14 +143,14 @@ def joined(*matrices: Matrix, clips: bool) -> Any:
                 f"{matrix.name}.{bound}",
                 (),
                 lambda x: x.reshape(1),
-                np.s_[part, side, end : end + 1],
+                np.s_[index, side, end : end + 1],
             )
-            for part, matrix in enumerate(matrices)
+            for index, matrix in enumerate(matrices)
             for side, names in enumerate(BOUNDS)
             for end, bound in enumerate(names)
         ]
-        parts = tuple(Source((matrix.tensor(),)) for matrix in matrices)
-        return Clipped(parts, Source(tuple(bounds)))
+        sources = tuple(Source((matrix.tensor(),)) for matrix in matrices)
+        return Clipped(sources, Source(tuple(bounds)))
     if len(matrices) == 1:
         return Source((matrices[0].tensor(),))
     stops = np.cumsum([matrix.width for matrix in matrices]).tolist()
@@ -171,7 +170,6 @@ def layer_sources(tower: Tower, index: int, prefix: str) -> LayerWeights:
     N, K, H = a.heads, a.kv_heads, a.head_dim
     name = f"{prefix}encoder.layers.{index}"
     order = rotary_order(H)
-
     clips = tower.clips
 
     def heads(letter: str, count: int) -> Matrix:

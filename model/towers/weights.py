@@ -108,6 +108,6 @@ def clipped_layer(config: ModelConfig, layer: Layer) -> LayerWeights:
 
 
 def clipped(config: ModelConfig, into: tuple[int, ...], *outs: tuple[int, ...]) -> Clipped:
-    parts = tuple(matrix(config, into, out, (None,) * len(into + out)) for out in outs)
+    matrices = tuple(matrix(config, into, out, (None,) * len(into + out)) for out in outs)
     bounds = ArraySpec((len(outs), 2, 2), jnp.dtype(jnp.float32), (None,) * 3, "zeros")
-    return Clipped(parts, bounds)
+    return Clipped(matrices, bounds)

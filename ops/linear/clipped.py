@@ -14,8 +14,8 @@ class Clipped(Weight):
     Each clips its inputs before the product and its outputs after it.
     """
 
-    parts: tuple[Any, ...]
-    bounds_P22: Any  # float32: of each part the minimum and maximum of inputs, then of outputs
+    matrices: tuple[Any, ...]
+    bounds_P22: Any  # float32: of each matrix the minimum and maximum of inputs, then of outputs
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         if bias is not None:
@@ -23,14 +23,14 @@ class Clipped(Weight):
         x = plain(x)
         bounds_P22 = self.bounds_P22.astype(x.dtype)
         outputs = []
-        for part, ((low, high), (out_low, out_high)) in zip(self.parts, bounds_P22, strict=True):
-            out = linear.einsum(subscripts, jnp.clip(x, low, high), part)
-            outputs.append(jnp.clip(out, out_low, out_high))
+        for matrix, (in_bounds, out_bounds) in zip(self.matrices, bounds_P22, strict=True):
+            out = linear.einsum(subscripts, jnp.clip(x, *in_bounds), matrix, dtype)
+            outputs.append(jnp.clip(out, *out_bounds))
         operand, _, result = subscripts.partition("->")
         first_output = next(
             axis for axis, letter in enumerate(result) if letter not in operand.partition(",")[0]
         )
-        return jnp.concatenate(outputs, axis=first_output).astype(dtype or x.dtype)
+        return jnp.concatenate(outputs, axis=first_output)
 
 
 def weight_of(w) -> Weight:

@@ -14,7 +14,6 @@ from .. import options as o
 from ..sizes import size
 from ..tables import length_name, table
 from . import meshes as meshes
-from .images import FILES as IMAGE_FILES
 from .images import image_costs
 from .images import text as images_text
 
@@ -232,9 +231,10 @@ def read(model: str | None, **engine: Any):
     """(folder, config, weight specs) of a model folder, a Hugging Face model ID or the bundled model."""
     from ...model.checkpoint import hub
     from ...model.checkpoint.loader import read_config, weight_specs
+    from ...model.multimodal import PREPROCESSOR, PROCESSOR
 
     source = {name: engine.pop(name) for name in ("revision", "download_dir") if name in engine}
-    folder = hub.resolve(model, ["config.json", *IMAGE_FILES], **source)
+    folder = hub.resolve(model, ["config.json", PREPROCESSOR, PROCESSOR], **source)
     config = read_config(folder, **engine)
     return folder, config, weight_specs(config)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from ...serving.api.sizes import amount
 
-FILES = ("preprocessor_config.json", "processor_config.json")
 WIDTH, HEIGHT = 1024, 768
 
 

@@ -118,20 +118,18 @@ def finish_block(
     return put_rows(out_TD, bits_of(x_RD), start)
 
 
-@partial(
-    jax.jit, static_argnames=("tower", "merger", "block", "leaves"), donate_argnames="merged_RED"
-)
+@partial(jax.jit, static_argnames=("tower", "merger", "block"), donate_argnames="merged_RED")
 def merge_block(
-    weights: TowerWeights, merged_RED, x_TD, start, column, tower: Tower, merger: Merger, block: int,
-    leaves: bool,
-):  # fmt: skip
+    weights: TowerWeights, merged_RED, x_TD, start, column, tower: Tower, merger: Merger, block: int
+):
     """Merge the patches of `block` rows from `start` on into a column.
 
-    `weights` have this merger alone. `leaves`: after the last layer.
+    `weights` have this merger alone, and the norm after the last layer if the merger follows it.
     """
     group = tower.group
     x_TD = from_bits(rows_from(x_TD, start * group, block * group), jnp.dtype(tower.model.dtype))
-    x_TD = leave(tower, weights, x_TD) if leaves else x_TD
+    if weights.exit_norm is not None:
+        x_TD = leave(tower, weights, x_TD)
     rows_RD = bits_of(merge(tower, merger, weights.merger, x_TD))
     return jax.lax.dynamic_update_slice(merged_RED, rows_RD[:, None], (start, column, 0))
 
@@ -278,10 +276,9 @@ class MediaEncoder:
         layer = self.layer_weights(0)
 
         def merge_call(merger: Merger, column: int) -> Call:
-            leaves = column == 0
             args = self.merger_weights(column), buffers.merged_RED, buffers.x_TD, start, start
             rows = self.merged_rows(size)
-            return Call(merge_block, args, tower=tower, merger=merger, block=rows, leaves=leaves)
+            return Call(merge_block, args, tower=tower, merger=merger, block=rows)
 
         return EncoderPrograms(
             Call(empty_buffers, (), tower=tower, size=size),
@@ -331,9 +328,7 @@ class MediaEncoder:
 
     def merge_products(self, column: int) -> int:
         """Multiplications for a row of the merger that writes to a column."""
-        return cost.merge_products(
-            self.specs.deepstack[column - 1] if column else self.specs.merger
-        )
+        return cost.matrix_size(self.specs.deepstack[column - 1] if column else self.specs.merger)
 
     def sleep(self, keep_weights: bool) -> None:
         """Free the device's memory; kept weights go to host memory."""
